@@ -1,0 +1,1 @@
+"""How engines and operators talk to a node."""

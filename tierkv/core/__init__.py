@@ -1,0 +1,1 @@
+"""The pure part: decides, never waits, does no I/O."""

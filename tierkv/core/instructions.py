@@ -1,0 +1,271 @@
+"""What the core asks for, and what it is told: the declarations that core, front and workers share.
+
+    Instruction   core -> storage worker   move or forget bytes; `op` names it in the report
+    Report        storage worker -> core   an instruction's outcome, or a fact about the tier
+    Notice        core -> front            an answer that became due, a thing worth counting
+
+Instructions and reports are also what travels on the channel between front and worker, so each is tagged.
+Times are seconds of node time: the wall clock when the node started, plus what a monotonic clock has counted since.
+Slots are byte offsets into the arena, in the order of their blocks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tierkv.core.identity import Identity
+from tierkv.core.reasons import Reason
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One weight file: relative name, size in bytes, BLAKE3 of the content (hex)."""
+
+    name: str
+    size: int
+    digest: str
+
+
+class Instruction(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class OpenNamespace(Instruction, frozen=True, tag=True):
+    """Make the folders of a group and write model.json and identity.json, unless they exist."""
+
+    group: bytes
+    identity: Identity
+    model_name: str = ""
+    manifest: tuple[ManifestEntry, ...] = ()
+
+
+class Write(Instruction, frozen=True, tag=True):
+    """Write one sealed extent of one rank to its file. Reported as WriteDone only once it is flushed."""
+
+    op: int
+    fingerprint: str
+    group: bytes
+    rank: int
+    key: bytes
+    parent: bytes
+    first_token: int
+    block_tokens: int
+    block_bytes: int
+    keys: bytes
+    tokens: bytes
+    slots: list[int]
+    created: float
+    last_used: float
+    hits: int = 0
+    extras: dict[int, list[bytes]] = {}  # index of the block within the extent -> its extra inputs
+
+
+class Read(Instruction, frozen=True, tag=True):
+    """Read blocks [first, first + len(slots)) of a file into slots, each verified before it is reported valid.
+
+    `keys` are the packed keys of the extent as the tree knows it, from its first block to the last one asked for:
+    the header's must begin with them, and its identity, rank, parent and position must be the ones here.
+    """
+
+    op: int
+    fingerprint: str
+    group: bytes
+    rank: int
+    key: bytes
+    parent: bytes
+    first_token: int
+    block_tokens: int
+    block_bytes: int
+    keys: bytes
+    first: int
+    slots: list[int]
+
+
+class Remove(Instruction, frozen=True, tag=True):
+    op: int
+    fingerprint: str
+    group: bytes
+    rank: int
+    key: bytes
+
+
+class SetAside(Instruction, frozen=True, tag=True):
+    """Move a file to quarantine because somebody found its content unusable."""
+
+    op: int
+    fingerprint: str
+    group: bytes
+    rank: int
+    key: bytes
+    reason: Reason
+
+
+class TouchRow(msgspec.Struct, frozen=True, array_like=True):
+    fingerprint: str
+    group: bytes
+    rank: int
+    key: bytes
+    last_used: float
+    hits: int
+
+
+class Touch(Instruction, frozen=True, tag=True):
+    """Remember last use and hits (index every time, mtime coarsely). Not reported."""
+
+    rows: list[TouchRow]
+
+
+class Scrub(Instruction, frozen=True, tag=True):
+    """Verify every file of the data directory against its header and checksums; `repair` sets damaged ones aside.
+    Progress comes as ScrubProgress. A second Scrub with another `op`, or CancelScrub, ends the first."""
+
+    op: int
+    repair: bool
+
+
+class CancelScrub(Instruction, frozen=True, tag=True):
+    op: int
+
+
+class Stop(Instruction, frozen=True, tag=True):
+    """Finish what was taken on, flush the index, report Stopped, end. `budget_seconds` bounds all of it."""
+
+    budget_seconds: float
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GroupFound(Report, frozen=True, tag=True):
+    """identity.json of a group on disk, its digest equal to its folder's name. Precedes the group's rows."""
+
+    group: bytes
+    identity: Identity
+    model_name: str = ""
+
+
+class ExtentRow(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    parent: bytes
+    first_token: int
+    keys: bytes
+    block_bytes: int
+    file_bytes: int
+    created: float
+    last_used: float
+    hits: int
+
+
+class Rows(Report, frozen=True, tag=True):
+    """Extents of one namespace that are whole on disk."""
+
+    fingerprint: str
+    group: bytes
+    rank: int
+    rows: list[ExtentRow]
+
+
+class RecoveryProgress(Report, frozen=True, tag=True):
+    stage: str
+    done: int
+    total: int
+
+
+class Recovered(Report, frozen=True, tag=True):
+    """Recovery is over: every row has been sent. Counts for the log, `status` and metrics."""
+
+    seconds: float
+    extents: int
+    index_rows: int
+    headers_read: int
+    quarantined: int
+    foreign: int
+    unknown_format: int
+    temp_removed: int
+    index_rebuilt: bool
+
+
+class WriteDone(Report, frozen=True, tag=True):
+    """The file is written, renamed, and the directory flush that covers the rename has returned."""
+
+    op: int
+    file_bytes: int
+    seconds: float
+
+
+class ReadDone(Report, frozen=True, tag=True):
+    """`valid` blocks, counted from the first asked for, are in their slots and proven. Fewer than asked: `reason`
+    says why. `gone`: the file is no longer there (set aside, or found missing); otherwise it stays and may be
+    tried again (a transient error). `tokens` are the header's packed token ids, of the whole file."""
+
+    op: int
+    valid: int
+    seconds: float
+    reason: Reason | None = None
+    gone: bool = False
+    tokens: bytes = b""
+    extras: dict[int, list[bytes]] = {}
+
+
+class RemoveDone(Report, frozen=True, tag=True):
+    """Answers Remove and SetAside: the file is not under its name any more, and never was is fine too."""
+
+    op: int
+
+
+class OpFailed(Report, frozen=True, tag=True):
+    """A Write, Remove or SetAside that did not happen. `problem` is for the log."""
+
+    op: int
+    reason: Reason
+    problem: str = ""
+
+
+class TierHealth(Report, frozen=True, tag=True):
+    """About once a second, and whenever it changes: can be written to or not, and what lies beside the extents.
+
+    `overhead_bytes` counts index, quarantine, temp files and what else of ours takes room; `free_bytes` is what the
+    file system says. `errors` counts failures since start by "operation errno-name"."""
+
+    writable: bool
+    overhead_bytes: int
+    free_bytes: int
+    reason: Reason | None = None
+    problem: str = ""
+    quarantined_files: int = 0
+    quarantined_bytes: int = 0
+    index_bytes: int = 0
+    errors: dict[str, int] = {}
+
+
+class ScrubProgress(Report, frozen=True, tag=True):
+    """`damaged` lists what this report adds: (path below the data directory, reason). `set_aside` names the extents that repair
+    moved away, as (group, rank, key)."""
+
+    op: int
+    checked: int
+    total: int
+    checked_bytes: int
+    damaged: list[tuple[str, str]]
+    set_aside: list[tuple[bytes, int, bytes]]
+    finished: bool
+
+
+class Stopped(Report, frozen=True, tag=True):
+    pass
+
+
+AnyInstruction = OpenNamespace | Write | Read | Remove | SetAside | Touch | Scrub | CancelScrub | Stop
+AnyReport = (
+    GroupFound
+    | Rows
+    | RecoveryProgress
+    | Recovered
+    | WriteDone
+    | ReadDone
+    | RemoveDone
+    | OpFailed
+    | TierHealth
+    | ScrubProgress
+    | Stopped
+)

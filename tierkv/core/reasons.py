@@ -1,0 +1,46 @@
+"""The closed list of reasons: why something was refused, dropped, shortened or set aside."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    # room
+    NO_ROOM = "no_room"  # every slot is leased, being written, or not yet on disk
+    LARGER_THAN_TIER = "larger_than_tier"
+    SESSION_CAP = "session_cap"  # one session holds as much as it may
+    NVME_FULL = "nvme_full"  # nothing left there that may be evicted
+    EVICTED = "evicted"
+    # the tier is not in use
+    NVME_OFF = "nvme_off"
+    NVME_DEGRADED = "nvme_degraded"
+    NOT_PERSISTENT = "not_persistent"
+    # bytes
+    CHECKSUM = "checksum"
+    SHORT_FILE = "short_file"
+    BAD_HEADER = "bad_header"
+    IDENTITY_MISMATCH = "identity_mismatch"
+    LAYOUT_MISMATCH = "layout_mismatch"
+    KEY_MISMATCH = "key_mismatch"
+    NOT_FOUND = "not_found"
+    UNKNOWN_FORMAT = "unknown_format"
+    REPORTED_BAD = "reported_bad"
+    # input and output
+    IO_ERROR = "io_error"
+    DISK_FULL = "disk_full"
+    READ_ONLY = "read_only"
+    WORKER_DIED = "worker_died"
+    # grants and sessions
+    DEADLINE = "deadline"
+    PENDING = "pending"  # another ticket is writing the key
+    GRANT_ENDED = "grant_ended"
+    SESSION_GONE = "session_gone"
+    REVOKED = "revoked"
+    STALE = "stale"  # staged too long without its predecessor or its other ranks
+    # the node
+    NOT_READY = "not_ready"
+    SHUTDOWN = "shutdown"
+    NODE_AWAY = "node_away"
+    UNREACHABLE_ORPHAN = "unreachable_orphan"
+    INCOMPLETE_RANKS = "incomplete_ranks"

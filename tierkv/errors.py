@@ -1,0 +1,109 @@
+"""Every exception tierkv raises, in one tree.
+
+    TierkvError
+    |-- ConfigError              a setting or argument is wrong; names the field            exit 2
+    |-- DataDirectoryError       the data directory can't be used as it is                  exit 2
+    |   `-- DataDirectoryInUse   another node holds its lock                                exit 3
+    |-- IncompleteError          finished, but not everything was done                      exit 4
+    |-- NodeUnreachable          no node answers at the endpoint                            exit 5
+    |-- WireError                the other side broke the protocol, or says that we did
+    |-- IdentityError            an identity can't be established, so nothing may be cached
+    |   |-- WeightsUnreadable    a weight file can't be read
+    |   `-- WeightsChanged       a weight file changed while it was hashed or loaded
+    |-- LayoutMismatch           declared layout and real buffers differ; names the field
+    |-- DamagedFile              a .kv file is not what its header or the tree says
+    |-- UnknownFormat            a file or directory of a newer format: left alone
+    |-- UnsupportedModel         an integration refuses a model it can't serve rightly
+    |-- ForkedClient             a client is used in a forked child
+    `-- BrokenInvariant          a promise of ours is broken: a bug, with its story
+
+Expected outcomes (a miss, no room, not ready) are return values and never exceptions.
+"""
+
+from __future__ import annotations
+
+
+class TierkvError(Exception):
+    """Base of everything below. `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class ConfigError(TierkvError):
+    exit_code = 2
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class DataDirectoryError(TierkvError):
+    exit_code = 2
+
+
+class DataDirectoryInUse(DataDirectoryError):
+    exit_code = 3
+
+
+class IncompleteError(TierkvError):
+    exit_code = 4
+
+
+class NodeUnreachable(TierkvError):
+    exit_code = 5
+
+
+class WireError(TierkvError):
+    """`code` is one of `tierkv.wire.messages.ErrorCode`."""
+
+    def __init__(self, code: str, problem: str) -> None:
+        super().__init__(f"{code}: {problem}")
+        self.code = code
+        self.problem = problem
+
+
+class IdentityError(TierkvError):
+    pass
+
+
+class WeightsUnreadable(IdentityError):
+    pass
+
+
+class WeightsChanged(IdentityError):
+    pass
+
+
+class LayoutMismatch(TierkvError):
+    def __init__(self, field: str, declared: object, found: object) -> None:
+        super().__init__(f"layout.{field}: the identity declares {declared!r}, the buffers have {found!r}")
+        self.field = field
+        self.declared = declared
+        self.found = found
+
+
+class DamagedFile(TierkvError):
+    """`reason` is one of `tierkv.core.reasons.Reason`; `valid_blocks` counts intact blocks from the first."""
+
+    def __init__(self, reason: str, problem: str, *, valid_blocks: int = 0) -> None:
+        super().__init__(f"{reason}: {problem}")
+        self.reason = reason
+        self.problem = problem
+        self.valid_blocks = valid_blocks
+
+
+class UnknownFormat(TierkvError):
+    pass
+
+
+class UnsupportedModel(TierkvError):
+    pass
+
+
+class ForkedClient(TierkvError):
+    pass
+
+
+class BrokenInvariant(TierkvError):
+    pass

@@ -1,0 +1,1 @@
+"""The service: supervisor, front, and what they share."""

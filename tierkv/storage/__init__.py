@@ -1,0 +1,1 @@
+"""Bytes at rest: manifest, format, files, index, recovery."""

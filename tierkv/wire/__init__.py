@@ -1,0 +1,1 @@
+"""What travels between engines, operators and the node."""

@@ -1,0 +1,466 @@
+"""Every message of the wire, declared once: client, node, docs/protocol.md and golden frames come from here.
+
+One ZeroMQ frame holds one message: a MessagePack map whose `type` names the class. Requests carry an id that
+the reply repeats, the session token, and a deadline; every request is answered by its reply type, by NotReady, or
+by Error. Fields are added with defaults; unknown fields are ignored; an unknown `type` is answered with an Error.
+
+Packed values: keys are 32 bytes each, offsets and generations little-endian u64, token ids little-endian u32.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import ManifestEntry
+
+PROTOCOL_VERSION = 1
+
+MAX_FRAME_BYTES = 16 * 2**20
+MAX_BLOCKS = 65_536  # of one request: two million tokens in blocks of 32
+MAX_TEXT = 4_096
+
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+GrantId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Keys = Annotated[bytes, Meta(max_length=32 * MAX_BLOCKS)]
+Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Rank = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+class ErrorCode(StrEnum):
+    MALFORMED = "malformed"
+    UNKNOWN_MESSAGE = "unknown_message"
+    TOO_LARGE = "too_large"
+    PROTOCOL_VERSION = "protocol_version"
+    SESSION_GONE = "session_gone"  # register again: the node restarted, or this session was ended
+    UNKNOWN_GROUP = "unknown_group"  # open it first
+    LAYOUT_MISMATCH = "layout_mismatch"
+    KEY_MISMATCH = "key_mismatch"  # keys are not those of the tokens sent with them
+    INVALID = "invalid"  # well-formed, but not sensible; names the field
+    UNKNOWN_GRANT = "unknown_grant"
+    SHUTTING_DOWN = "shutting_down"
+    TIMEOUT = "timeout"
+    INTERNAL = "internal"  # a bug of ours; the node goes on
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    id: Count
+
+
+class Error(Reply, frozen=True, kw_only=True, tag=True):
+    """`id` is 0 where the request's could not be read."""
+
+    code: ErrorCode
+    problem: str
+    field: str = ""
+
+
+class NotReady(Reply, frozen=True, kw_only=True, tag=True):
+    """The node is recovering. Ask again; `done` of `total` in this stage."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Done(Reply, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    reply: ClassVar[type[Reply]] = Done
+
+    id: Count
+    session: Annotated[bytes, Meta(max_length=16)] = b""
+    deadline_ms: Annotated[int, Meta(ge=0, le=600_000)] = 1_000
+
+
+# ---- sessions and groups
+
+
+class HelloReply(Reply, frozen=True, kw_only=True, tag=True):
+    protocol: int
+    incarnation: int
+    version: str
+    data_dir: str
+    host_bytes: int
+
+
+class Hello(Request, frozen=True, kw_only=True, tag=True):
+    """First request of a session, whose token came over the session socket."""
+
+    reply: ClassVar[type[Reply]] = HelloReply
+
+    protocol: Count
+    client: Text = ""
+
+
+class OpenGroupReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`persistent` is false for groups that are never written to disk; `reason` says why."""
+
+    group: Key
+    persistent: bool
+    reason: str = ""
+
+
+class OpenGroup(Request, frozen=True, kw_only=True, tag=True):
+    """Declare an identity. `block_bytes` is what the engine's real buffers hold per block of this rank's shard; it
+    must be what the identity's layout says. `model_name` and `manifest` are for people, not for matching."""
+
+    reply: ClassVar[type[Reply]] = OpenGroupReply
+
+    identity: Identity
+    block_bytes: Count
+    model_name: Text = ""
+    adapter_name: Text = ""
+    manifest: Annotated[tuple[ManifestEntry, ...], Meta(max_length=4_096)] = ()
+    persistent: bool = True
+
+
+# ---- reading
+
+
+class MatchReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`blocks` from token 0 without a hole, in every rank; of these `host_blocks` are in host memory now, the rest
+    on NVMe."""
+
+    blocks: Count
+    host_blocks: Count
+
+
+class Match(Request, frozen=True, kw_only=True, tag=True):
+    reply: ClassVar[type[Reply]] = MatchReply
+
+    group: Key
+    keys: Keys
+
+
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """The session that touches the bytes of one rank."""
+
+    rank: Rank
+    session: Token
+
+
+class LeasePart(msgspec.Struct, frozen=True, array_like=True):
+    """Slots of one rank, one for each block of the lease, and their generations when it was granted."""
+
+    rank: Rank
+    offsets: bytes
+    generations: bytes
+
+
+class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
+    """A lease on `blocks` blocks from token 0, of which the last `nvme_blocks` were promoted for it.
+
+    `cached_blocks` is what Match would have said: more than `blocks` when the deadline or the room was short,
+    which `reason` names. A lease of 0 blocks needs no release.
+    """
+
+    blocks: Count
+    nvme_blocks: Count
+    cached_blocks: Count
+    parts: tuple[LeasePart, ...]
+    reason: str = ""
+
+
+class Acquire(Request, frozen=True, kw_only=True, tag=True):
+    """Lease the longest prefix of `keys` that can be resident before the deadline, at most `max_blocks` of it.
+
+    `holders` names ranks and who copies them; empty: rank 0, held by the session that asks.
+    """
+
+    reply: ClassVar[type[Reply]] = AcquireReply
+
+    grant: GrantId
+    group: Key
+    keys: Keys
+    max_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = MAX_BLOCKS
+    holders: Annotated[tuple[Holder, ...], Meta(max_length=1_024)] = ()
+    revocable: bool = False
+
+
+class Release(Request, frozen=True, kw_only=True, tag=True):
+    """Every copy from the slots has completed. `rank` None ends all parts of the lease."""
+
+    grant: GrantId
+    rank: Rank | None = None
+
+
+class ReportBad(Request, frozen=True, kw_only=True, tag=True):
+    """The blocks of `keys` from `first_bad` on were loaded and can't be used: drop and set aside what holds them."""
+
+    group: Key
+    keys: Keys
+    first_bad: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+
+
+# ---- writing
+
+
+class BlockState(msgspec.Struct, frozen=True):
+    """Codes of ReserveReply.states, one byte a block."""
+
+    GRANTED: ClassVar[int] = 0
+    PRESENT: ClassVar[int] = 1
+    PENDING: ClassVar[int] = 2
+    NO_ROOM: ClassVar[int] = 3
+
+
+class ReserveReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`states` has a code for each block asked for; `offsets` and `generations` one for each GRANTED block, in order.
+
+    A ticket with nothing granted needs no end. `reason` says why there is no room, where there is none."""
+
+    states: bytes
+    offsets: bytes
+    generations: bytes
+    reason: str = ""
+
+
+class Reserve(Request, frozen=True, kw_only=True, tag=True):
+    """A ticket for the missing ones of the blocks [first, end of keys), of one rank.
+
+    `keys` is the packed chain from token 0; `tokens` are the ids of blocks [first, end), which the node checks
+    against the keys before anything becomes visible. `extras` maps block indices to their extra inputs.
+    `holder` is the session that writes the slots; empty: the one that asks.
+    """
+
+    reply: ClassVar[type[Reply]] = ReserveReply
+
+    grant: GrantId
+    group: Key
+    rank: Rank = 0
+    keys: Keys
+    first: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    tokens: Tokens
+    extras: dict[int, list[bytes]] = {}
+    holder: Annotated[bytes, Meta(max_length=16)] = b""
+
+
+class CommitReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`visible` blocks of this ticket can be matched now; `staged` ones appear with their predecessor or their other
+    ranks."""
+
+    visible: Count
+    staged: Count
+
+
+class Commit(Request, frozen=True, kw_only=True, tag=True):
+    """Every copy into the slots has completed; all blocks of the ticket are published, or none."""
+
+    reply: ClassVar[type[Reply]] = CommitReply
+
+    grant: GrantId
+
+
+class Abort(Request, frozen=True, kw_only=True, tag=True):
+    """Every copy into the slots has completed or will not touch them any more; nothing is published."""
+
+    grant: GrantId
+
+
+class SealWait(StrEnum):
+    SEALED = "sealed"
+    FLUSHED = "flushed"
+
+
+class SealReply(Reply, frozen=True, kw_only=True, tag=True):
+    """Of the `keys`, the first `blocks` are visible; the first `flushed_blocks` are on disk for good, in every
+    rank."""
+
+    blocks: Count
+    flushed_blocks: Count
+    reason: str = ""
+
+
+class Seal(Request, frozen=True, kw_only=True, tag=True):
+    """The request that made these blocks is finished: seal what is still growing along them. With `wait` FLUSHED the
+    answer comes when all visible blocks are flushed, can't be, or the deadline is up."""
+
+    reply: ClassVar[type[Reply]] = SealReply
+
+    group: Key
+    keys: Keys
+    wait: SealWait = SealWait.SEALED
+
+
+# ---- operators
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """What one group holds. `salt` is the first 8 hex digits of the salt's digest, never the salt. `reachable`: a
+    session has the group open now."""
+
+    fingerprint: str
+    group: bytes
+    model_name: str
+    adapter: str
+    adapter_name: str
+    salt: str
+    dtype: str
+    layout: str
+    block_tokens: int
+    block_bytes: int
+    ranks: int
+    extents: int
+    tokens: int
+    host_bytes: int
+    nvme_bytes: int
+    last_used: float
+    persistent: bool
+    reachable: bool
+
+
+class TierUsage(msgspec.Struct, frozen=True):
+    """`used + reserved + overhead <= capacity` at every instant, in bytes."""
+
+    tier: str
+    capacity_bytes: int
+    used_bytes: int
+    reserved_bytes: int
+    overhead_bytes: int
+    index_bytes: int = 0
+    quarantined_bytes: int = 0
+    quarantined_files: int = 0
+    state: str = "ok"
+    reason: str = ""
+
+
+class UsageReply(Reply, frozen=True, kw_only=True, tag=True):
+    rows: tuple[UsageRow, ...]
+    tiers: tuple[TierUsage, ...]
+
+
+class Usage(Request, frozen=True, kw_only=True, tag=True):
+    reply: ClassVar[type[Reply]] = UsageReply
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    name: str
+    pid: int
+    state: str
+    restarts: int
+    last_heard_seconds: float
+    problem: str = ""
+
+
+class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`state`: recovering, ready, degraded or stopping; `problems` says in words what is not as it should be."""
+
+    state: str
+    problems: tuple[str, ...]
+    version: str
+    incarnation: int
+    uptime_seconds: float
+    data_dir: str
+    recovery_stage: str
+    recovery_done: int
+    recovery_total: int
+    sessions: int
+    leases: int
+    tickets: int
+    extents: int
+    dirty_extents: int
+    counters: dict[str, float]
+    tiers: tuple[TierUsage, ...]
+    workers: tuple[WorkerStatus, ...]
+
+
+class Status(Request, frozen=True, kw_only=True, tag=True):
+    """Answered at any time, also while recovering."""
+
+    reply: ClassVar[type[Reply]] = StatusReply
+
+
+class WarmupReply(Reply, frozen=True, kw_only=True, tag=True):
+    """Progress so far. Ask again with the same `job` until `finished`; a job that nobody asks about ends by itself.
+
+    `already_bytes` were in host memory before. `reason` is empty when everything within the budget was promoted."""
+
+    done_extents: Count
+    total_extents: Count
+    promoted_bytes: Count
+    already_bytes: Count
+    budget_bytes: Count
+    finished: bool
+    failed_extents: Count = 0
+    reason: str = ""
+
+
+class Warmup(Request, frozen=True, kw_only=True, tag=True):
+    """Promote extents from NVMe to host memory by last use, parents first, within `budget_bytes` (0: what fits)."""
+
+    reply: ClassVar[type[Reply]] = WarmupReply
+
+    job: GrantId
+    budget_bytes: Count = 0
+    fingerprint: Text = ""
+    cancel: bool = False
+
+
+class DamagedEntry(msgspec.Struct, frozen=True, array_like=True):
+    path: str
+    reason: str
+
+
+class VerifyReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`damaged` lists what was found since the last reply of this job."""
+
+    checked_files: Count
+    total_files: Count
+    checked_bytes: Count
+    damaged_files: Count
+    damaged: tuple[DamagedEntry, ...]
+    finished: bool
+
+
+class Verify(Request, frozen=True, kw_only=True, tag=True):
+    """Check every file against its checksums; `repair` sets damaged ones aside. Ask again until `finished`."""
+
+    reply: ClassVar[type[Reply]] = VerifyReply
+
+    job: GrantId
+    repair: bool = False
+    cancel: bool = False
+
+
+AnyRequest = (
+    Hello
+    | OpenGroup
+    | Match
+    | Acquire
+    | Release
+    | ReportBad
+    | Reserve
+    | Commit
+    | Abort
+    | Seal
+    | Usage
+    | Status
+    | Warmup
+    | Verify
+)
+AnyReply = (
+    Error
+    | NotReady
+    | Done
+    | HelloReply
+    | OpenGroupReply
+    | MatchReply
+    | AcquireReply
+    | ReserveReply
+    | CommitReply
+    | SealReply
+    | UsageReply
+    | StatusReply
+    | WarmupReply
+    | VerifyReply
+)

@@ -1,0 +1,1 @@
+"""Processes that move bytes for the node."""
