@@ -1,0 +1,93 @@
+"""Parsers of one value each: what a file, a variable or an option may hold.
+
+Each takes what TOML, the environment (always text) or a program gives, and returns the value, or raises ValueError that
+says what to write. `named` makes a pydantic validator of one, whose error names the field.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BeforeValidator, ValidationInfo
+
+from tierkv.errors import ConfigError
+
+MAX_NUMBER = 10**9
+
+
+def named(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """A ValueError of `parse` becomes a ConfigError that names the field."""
+
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise ConfigError(info.field_name or "setting", str(error)) from None
+
+    return BeforeValidator(validate)
+
+
+def parse_number(value: object) -> float:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
+        raise ValueError(f"{value!r} isn't a number from 0 to {MAX_NUMBER:,}; write it without a unit, like 10 or 2.5")
+    return float(value)
+
+
+def parse_positive(value: object) -> float:
+    number = parse_number(value)
+    if number == 0:
+        raise ValueError("0 isn't possible here; write a number above 0, like 10 or 2.5")
+    return number
+
+
+def whole(low: int, high: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{value!r} isn't a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def parse_switch(value: object) -> bool:
+    if isinstance(value, str) and value in ("true", "false"):
+        return value == "true"
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} isn't true or false")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in choices:
+            raise ValueError(f"{value!r} isn't one of {', '.join(choices)}")
+        return str(value)
+
+    return parse
+
+
+def parse_path(value: object) -> Path:
+    """Absolute, `~` expanded, relative to the working directory; symlinks are left for the one who opens it."""
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError(f"{value!r} isn't a path; leave the setting out for none")
+    return Path(os.path.abspath(os.path.expanduser(value)))
+
+
+def parse_name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9._-]{0,32}", value):
+        raise ValueError(f"{value!r} isn't a name; write up to 32 letters, digits, dots, dashes and underscores")
+    return value
+
+
+def parse_host(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9.:_-]{1,255}", value):
+        raise ValueError(f"{value!r} isn't an address; write one like 127.0.0.1 or ::1")
+    return value

@@ -1,0 +1,263 @@
+"""The settings of a node: the only declaration.
+
+Options of `tierkv serve`, conf/tierkv.toml and `tierkv config` are made from these fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from tierkv.config.machine import Machine
+from tierkv.config.parsers import (
+    named,
+    one_of,
+    parse_host,
+    parse_name,
+    parse_number,
+    parse_path,
+    parse_positive,
+    parse_switch,
+    whole,
+)
+from tierkv.config.sizes import GiB, MiB, format_size, parse_size
+from tierkv.errors import ConfigError
+from tierkv.wire.socket_directory import default_socket_dir, excess_bytes
+
+PAGE_BYTES = 4096
+
+Size = Annotated[int, named(parse_size)]
+Seconds = Annotated[float, named(parse_number)]
+PositiveSeconds = Annotated[float, named(parse_positive)]
+Directory = Annotated[Path, named(parse_path)]
+DirectIo = Literal["auto", "off"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _setting(
+    default: Any, meaning: str, *, unit: str = "", default_text: str = "", example: str = "", topic: str = ""
+) -> Any:
+    """One field: `default_text` where the default is computed, `topic` opens a new part of the file."""
+    words = {"unit": unit, "default_text": default_text, "example": example, "topic": topic}
+    return Field(default=default, description=meaning, json_schema_extra=dict(words))
+
+
+class Settings(BaseModel):
+    """Every setting of a node, checked and complete. Fields that depend on the machine are filled in before validation,
+    from `context={"machine": Machine}` or the machine this runs on. Raises ConfigError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data_dir: Directory | None = _setting(
+        None,
+        "Directory on NVMe for the KV cache. Without it the node lives in memory only and writes nothing to disk.",
+        default_text="none: memory only",
+        example='"/var/lib/tierkv"',
+        topic="Where",
+    )
+    socket_dir: Directory = _setting(
+        Path(),
+        "Directory of the node's sockets, its endpoint. Clients find it by the data directory, or by TIERKV_ENDPOINT.",
+        default_text="$XDG_RUNTIME_DIR/tierkv/<digest of data_dir>, or the same below /tmp/tierkv-<uid>",
+        example='"/run/tierkv"',
+    )
+    name: Annotated[str, named(parse_name)] = _setting(
+        "", "Tells nodes without a data directory of one user apart; part of the default of socket_dir."
+    )
+    host_bytes: Size = _setting(
+        0,
+        "Host memory for KV blocks, taken and locked at start. More than the machine or control group has is refused.",
+        unit="size",
+        default_text="a quarter of the memory, or of the control group's limit if that is less",
+        example='"64GiB"',
+        topic="How much",
+    )
+    nvme_bytes: Size | None = _setting(
+        None,
+        "Room in data_dir: extents, temporary files, quarantine and index together. What the disk really has left, "
+        "less nvme_reserve_bytes, is never exceeded.",
+        unit="size",
+        default_text="80 % of what is free, plus what the node's files take already",
+        example='"1TiB"',
+    )
+    nvme_reserve_bytes: Size = _setting(
+        0,
+        "Free space of the file system that the node leaves alone, whoever fills it.",
+        unit="size",
+        default_text="5 % of the file system, at most 10GiB",
+        example='"10GiB"',
+    )
+    session_bytes: Size = _setting(
+        0,
+        "What one engine process may hold in leases and tickets at one time.",
+        unit="size",
+        default_text="half of host_bytes",
+        example='"32GiB"',
+    )
+    quarantine_bytes: Size = _setting(
+        GiB, "Damaged files that are kept for a look, oldest removed first. Part of nvme_bytes.", unit="size"
+    )
+    quarantine_days: Seconds = _setting(7.0, "Days after which a damaged file is removed.", unit="days")
+    slab_bytes: Size = _setting(
+        64 * MiB,
+        "Piece of host memory that one block size takes at a time. No block can be larger. A multiple of 4KiB.",
+        unit="size",
+        topic="Shape",
+    )
+    extent_bytes: Size = _setting(
+        16 * MiB, "Most bytes of KV in one file, in one shard: the unit of writing and evicting.", unit="size"
+    )
+    seal_after_seconds: PositiveSeconds = _setting(
+        10.0, "An extent that has not grown for so long is sealed, and written to disk.", unit="seconds"
+    )
+    touch_seconds: PositiveSeconds = _setting(
+        5.0, "How often last-used times are written to the index, all together.", unit="seconds"
+    )
+    index_map_bytes: Size = _setting(
+        64 * MiB, "First size of the index's memory map; it grows by itself. A multiple of 4KiB.", unit="size"
+    )
+    io_threads: Annotated[int, named(whole(1, 256))] = _setting(
+        4, "Threads of the storage worker that read and write files.", topic="Work"
+    )
+    inflight_writes: Annotated[int, named(whole(1, 4096))] = _setting(
+        8, "Extents being written at one time.", unit="extents"
+    )
+    inflight_reads: Annotated[int, named(whole(1, 4096))] = _setting(
+        16, "Extents being read at one time.", unit="extents"
+    )
+    direct_io: Annotated[DirectIo, named(one_of("auto", "off"))] = _setting(
+        "auto", 'Pass the page cache by ("auto": where the file system can), or not ("off").'
+    )
+    huge_pages: Annotated[bool, named(parse_switch)] = _setting(
+        True, "Ask for huge pages for the arena; where there are none, ordinary ones are used."
+    )
+    drain_seconds: Seconds = _setting(
+        10.0, "Time a stopping node takes to write what isn't on disk yet; what is left is reported.", unit="seconds"
+    )
+    lock_wait_seconds: Seconds = _setting(
+        5.0, "How long a starting node waits for one that is just ending to let go of data_dir.", unit="seconds"
+    )
+    metrics_port: Annotated[int, named(whole(1, 65_535))] | None = _setting(
+        None, "Port of the Prometheus endpoint.", default_text="none: no endpoint", example="9464", topic="Watching"
+    )
+    metrics_host: Annotated[str, named(parse_host)] = _setting(
+        "127.0.0.1", "Address the Prometheus endpoint listens on. There is no password: mind who can reach it."
+    )
+    log_level: Annotated[LogLevel, named(one_of(*get_args(LogLevel)))] = _setting(
+        "info", "Least serious messages that are logged, on stderr: debug, info, warning or error."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_machine(cls, given: Any, info: ValidationInfo) -> Any:
+        present = {key: value for key, value in dict(given).items() if value is not None}
+        return present | machine_defaults(present, _machine(info))
+
+    @model_validator(mode="after")
+    def _check_together(self, info: ValidationInfo) -> Settings:
+        machine = _machine(info)
+        _require_pages("slab_bytes", self.slab_bytes)
+        _require_pages("index_map_bytes", self.index_map_bytes)
+        if self.extent_bytes < PAGE_BYTES:
+            raise ConfigError(
+                "extent_bytes", f"{format_size(self.extent_bytes)} is less than a page; write 4KiB or more"
+            )
+        if self.host_bytes > machine.limit_bytes:
+            raise ConfigError(
+                "host_bytes",
+                f"{_both(self.host_bytes)} is more than {machine.limit_name}, {_both(machine.limit_bytes)}; "
+                f"write less, and leave room for the engines",
+            )
+        if self.host_bytes < self.slab_bytes:
+            raise ConfigError(
+                "host_bytes",
+                f"{_both(self.host_bytes)} is less than one slab (slab_bytes, {_both(self.slab_bytes)}); "
+                f"write more, or a smaller slab_bytes",
+            )
+        if self.nvme_bytes is not None:
+            self._check_nvme(self.nvme_bytes)
+        if excess := excess_bytes(self.socket_dir):
+            raise ConfigError(
+                "socket_dir",
+                f"the paths of sockets in {self.socket_dir} are {excess} bytes longer than Linux allows; "
+                f"write a shorter directory, like /run/tierkv",
+            )
+        return self
+
+    def _check_nvme(self, nvme_bytes: int) -> None:
+        if self.data_dir is None:
+            raise ConfigError("nvme_bytes", "has no effect without data_dir; write data_dir too, or leave it out")
+        if nvme_bytes == 0:
+            raise ConfigError(
+                "nvme_bytes",
+                "0 leaves no room in data_dir; write more, or leave data_dir out to use memory only",
+            )
+        if nvme_bytes < self.extent_bytes:
+            raise ConfigError(
+                "nvme_bytes",
+                f"{_both(nvme_bytes)} is less than one extent (extent_bytes, {_both(self.extent_bytes)}); "
+                f"write more, or a smaller extent_bytes",
+            )
+
+
+def _machine(info: ValidationInfo) -> Machine:
+    machine: Machine = (info.context or {}).get("machine") or Machine.here()
+    return machine
+
+
+def _require_pages(name: str, num_bytes: int) -> None:
+    if num_bytes == 0 or num_bytes % PAGE_BYTES:
+        raise ConfigError(name, f"{format_size(num_bytes)} isn't a multiple of 4KiB; write one, like 64MiB")
+
+
+def _both(num_bytes: int) -> str:
+    """For people, with the exact number where the rounded one would hide a difference."""
+    exact = format_size(num_bytes)
+    if exact != str(num_bytes):
+        return exact
+    return f"{num_bytes / GiB:.2f}GiB" if num_bytes >= GiB else f"{num_bytes} bytes"
+
+
+def nvme_room(settings: Settings, *, free_bytes: int, own_bytes: int) -> tuple[int, str]:
+    """Bytes that the node may use in its data directory now, and a warning where that is less than was asked for.
+
+    `free_bytes` is what the file system has left for us, `own_bytes` what our files take already. Other data that
+    grows makes the room smaller at the next call.
+    """
+    real = max(0, free_bytes + own_bytes - settings.nvme_reserve_bytes)
+    if settings.nvme_bytes is None:
+        return min(real, own_bytes + free_bytes * 8 // 10), ""
+    if real >= settings.nvme_bytes:
+        return settings.nvme_bytes, ""
+    return real, (
+        f"nvme_bytes is {_both(settings.nvme_bytes)}, but the disk has room for {_both(real)} with "
+        f"{_both(settings.nvme_reserve_bytes)} kept free (nvme_reserve_bytes): using that"
+    )
+
+
+def machine_defaults(given: Mapping[str, object], machine: Machine) -> dict[str, object]:
+    """Values of the settings that depend on the machine or on other settings, for those that `given` leaves out.
+    A given value that can't be read counts as absent here; its own field reports it."""
+    host_bytes = _read(parse_size, given.get("host_bytes"), machine.limit_bytes // 4 // MiB * MiB)
+    data_dir = _read(parse_path, given.get("data_dir"), None)
+    name = _read(parse_name, given.get("name"), "")
+    reserve = min(machine.file_system_bytes(data_dir) // 20, 10 * GiB) if data_dir is not None else 0
+    computed = {
+        "host_bytes": host_bytes,
+        "session_bytes": host_bytes // 2,
+        "nvme_reserve_bytes": reserve,
+        "socket_dir": default_socket_dir(data_dir, name, machine.environ),
+    }
+    return {key: value for key, value in computed.items() if given.get(key) is None}
+
+
+def _read(parse: Callable[[object], Any], value: object, otherwise: Any) -> Any:
+    if value is None:
+        return otherwise
+    try:
+        return parse(value)
+    except ValueError:  # reported with its name when the field itself is validated
+        return otherwise
