@@ -4,7 +4,8 @@ One ZeroMQ frame holds one message: a MessagePack map whose `type` names the cla
 the reply repeats, the session token, and a deadline; every request is answered by its reply type, by NotReady, or
 by Error. Fields are added with defaults; unknown fields are ignored; an unknown `type` is answered with an Error.
 
-Packed values: keys are 32 bytes each, offsets and generations little-endian u64, token ids little-endian u32.
+Packed values: keys are 32 bytes each, offsets and generations little-endian u64, token ids little-endian u32. What a
+field's type can't say (whole keys, as many offsets as blocks) `__post_init__` checks, on both sides alike.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, Meta(ge=0, le=65_535)]
+Extra = Annotated[bytes, Meta(max_length=4_096)]
+Extras = Annotated[dict[int, Annotated[list[Extra], Meta(max_length=256)]], Meta(max_length=MAX_BLOCKS)]
+
+
+def _whole(name: str, packed: bytes, size: int) -> int:
+    """How many values of `size` bytes `packed` holds. ValueError, which a decoder reports as invalid, for a rest."""
+    if len(packed) % size:
+        raise ValueError(f"`{name}` has {len(packed)} bytes, which is no multiple of {size}")
+    return len(packed) // size
+
+
+def _equal(name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"`{name}` holds {found} values, not {expected}")
 
 
 class ErrorCode(StrEnum):
@@ -71,10 +86,12 @@ class NotReady(Reply, frozen=True, kw_only=True, tag=True):
 
 
 class Done(Reply, frozen=True, kw_only=True, tag=True):
-    pass
+    """It is so now; asking again changes nothing."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """`reply` is what answers it when nothing is wrong. The node answers within `deadline_ms`."""
+
     reply: ClassVar[type[Reply]] = Done
 
     id: Count
@@ -86,6 +103,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=T
 
 
 class HelloReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`incarnation` is that of the front that answers; `host_bytes` what its arena holds."""
+
     protocol: int
     incarnation: int
     version: str
@@ -134,12 +153,21 @@ class MatchReply(Reply, frozen=True, kw_only=True, tag=True):
     blocks: Count
     host_blocks: Count
 
+    def __post_init__(self) -> None:
+        if self.host_blocks > self.blocks:
+            raise ValueError(f"`host_blocks` is {self.host_blocks}, of only {self.blocks} blocks")
+
 
 class Match(Request, frozen=True, kw_only=True, tag=True):
+    """How much of the prefix is cached. Grants nothing and refreshes nothing."""
+
     reply: ClassVar[type[Reply]] = MatchReply
 
     group: Key
     keys: Keys
+
+    def __post_init__(self) -> None:
+        _whole("keys", self.keys, 32)
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
@@ -167,8 +195,13 @@ class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
     blocks: Count
     nvme_blocks: Count
     cached_blocks: Count
-    parts: tuple[LeasePart, ...]
+    parts: Annotated[tuple[LeasePart, ...], Meta(max_length=1_024)]
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            _equal("offsets", _whole("offsets", part.offsets, 8), self.blocks)
+            _equal("generations", _whole("generations", part.generations, 8), self.blocks)
 
 
 class Acquire(Request, frozen=True, kw_only=True, tag=True):
@@ -186,6 +219,9 @@ class Acquire(Request, frozen=True, kw_only=True, tag=True):
     holders: Annotated[tuple[Holder, ...], Meta(max_length=1_024)] = ()
     revocable: bool = False
 
+    def __post_init__(self) -> None:
+        _whole("keys", self.keys, 32)
+
 
 class Release(Request, frozen=True, kw_only=True, tag=True):
     """Every copy from the slots has completed. `rank` None ends all parts of the lease."""
@@ -200,6 +236,9 @@ class ReportBad(Request, frozen=True, kw_only=True, tag=True):
     group: Key
     keys: Keys
     first_bad: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+
+    def __post_init__(self) -> None:
+        _whole("keys", self.keys, 32)
 
 
 # ---- writing
@@ -224,6 +263,11 @@ class ReserveReply(Reply, frozen=True, kw_only=True, tag=True):
     generations: bytes
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        granted = self.states.count(BlockState.GRANTED)
+        _equal("offsets", _whole("offsets", self.offsets, 8), granted)
+        _equal("generations", _whole("generations", self.generations, 8), granted)
+
 
 class Reserve(Request, frozen=True, kw_only=True, tag=True):
     """A ticket for the missing ones of the blocks [first, end of keys), of one rank.
@@ -241,8 +285,13 @@ class Reserve(Request, frozen=True, kw_only=True, tag=True):
     keys: Keys
     first: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
     tokens: Tokens
-    extras: dict[int, list[bytes]] = {}
+    extras: Extras = {}
     holder: Annotated[bytes, Meta(max_length=16)] = b""
+
+    def __post_init__(self) -> None:
+        _whole("tokens", self.tokens, 4)
+        if self.first > _whole("keys", self.keys, 32):
+            raise ValueError(f"`first` is {self.first}, behind the last of {len(self.keys) // 32} keys")
 
 
 class CommitReply(Reply, frozen=True, kw_only=True, tag=True):
@@ -290,6 +339,9 @@ class Seal(Request, frozen=True, kw_only=True, tag=True):
     group: Key
     keys: Keys
     wait: SealWait = SealWait.SEALED
+
+    def __post_init__(self) -> None:
+        _whole("keys", self.keys, 32)
 
 
 # ---- operators
@@ -340,6 +392,8 @@ class UsageReply(Reply, frozen=True, kw_only=True, tag=True):
 
 
 class Usage(Request, frozen=True, kw_only=True, tag=True):
+    """What every group holds, and every tier."""
+
     reply: ClassVar[type[Reply]] = UsageReply
 
 

@@ -4,16 +4,22 @@ A Unix socket of type SOCK_SEQPACKET beside the ZeroMQ endpoint, served by the s
 message. The first exchange:
 
     client      SessionHello
-    supervisor  SessionGrant, with two descriptors: arena (read and write), generations (read only)
+    supervisor  SessionGrant, with two descriptors: arena (read and write), generations (opened read only)
             or  SessionRefused
 
 Afterwards the client sends `Detach` when every copy that touches the arena has completed and its mapping is gone.
 End of file only stops new requests; the end of a session is proven by its process's pidfd, or said by Detach.
+The supervisor may send `IncarnationEnded` when a new front has taken over: it only saves the client a failed request.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+from tierkv.errors import WireError
 
 SESSION_SOCKET_NAME = "session.sock"
 NODE_SOCKET_NAME = "node.sock"
@@ -28,7 +34,7 @@ class SessionHello(SessionMessage, frozen=True, kw_only=True, tag=True):
     """`maps_arena` false: an operator's tool, which gets no descriptors."""
 
     protocol: int
-    client: str = ""
+    client: Annotated[str, Meta(max_length=4_096)] = ""
     maps_arena: bool = True
 
 
@@ -36,21 +42,46 @@ class SessionGrant(SessionMessage, frozen=True, kw_only=True, tag=True):
     """`token` goes into every request. `endpoint` is the ZeroMQ address. A slot's generation is the u64 at index
     offset / page_bytes of the generations memory."""
 
-    token: bytes
-    incarnation: int
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    incarnation: Annotated[int, Meta(ge=0)]
     endpoint: str
-    arena_bytes: int
-    page_bytes: int
+    arena_bytes: Annotated[int, Meta(ge=0)]
+    page_bytes: Annotated[int, Meta(ge=1)]
     data_dir: str
 
 
 class SessionRefused(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """`code` is an ErrorCode: PROTOCOL_VERSION, SHUTTING_DOWN, MALFORMED."""
+
     code: str
     problem: str
 
 
 class Detach(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """This process touches the arena of this incarnation no more: its session is over."""
+
     incarnation: int
 
 
-AnySessionMessage = SessionHello | SessionGrant | SessionRefused | Detach
+class IncarnationEnded(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """The front of this incarnation is gone; a new session is to be asked for. Grants of the old one end with it."""
+
+    incarnation: int
+
+
+AnySessionMessage = SessionHello | SessionGrant | SessionRefused | Detach | IncarnationEnded
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnySessionMessage)
+
+
+def encode_packet(message: AnySessionMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_packet(packet: bytes) -> AnySessionMessage:
+    """Raises WireError for bytes that are no session message."""
+    try:
+        return _decoder.decode(packet)
+    except (msgspec.DecodeError, RecursionError) as broken:
+        raise WireError("malformed", f"a packet on the session socket: {broken}") from broken
