@@ -1,0 +1,173 @@
+"""The table of metrics, and docs/metrics.md that is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tierkv.metrics.snapshot import Latency, Snapshot, TierSnapshot
+
+PREFIX = "tierkv_"
+
+Kind = Literal["counter", "gauge", "histogram"]
+Values = Mapping[tuple[str, ...], float | Latency]
+"""Values of one metric by the values of its labels, in their order; a histogram's are Latency objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    name: str
+    kind: Kind
+    unit: str
+    labels: tuple[str, ...]
+    meaning: str
+    read: Callable[[Snapshot], Values]
+
+
+def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Values]:
+    return lambda snapshot: {(): read(snapshot)}
+
+
+def _by(read: Callable[[Snapshot], Mapping[str, int]]) -> Callable[[Snapshot], Values]:
+    return lambda snapshot: {(label,): value for label, value in read(snapshot).items()}
+
+
+def _by_pair(read: Callable[[Snapshot], Mapping[tuple[str, str], int]]) -> Callable[[Snapshot], Values]:
+    return lambda snapshot: dict(read(snapshot).items())
+
+
+def _by_tier(read: Callable[[TierSnapshot], int]) -> Callable[[Snapshot], Values]:
+    return lambda snapshot: {(tier.tier,): read(tier) for tier in snapshot.tiers}
+
+
+def _missed(snapshot: Snapshot) -> float:
+    return snapshot.asked_tokens - sum(snapshot.hit_tokens.values())
+
+
+METRICS: tuple[Declared, ...] = (
+    Declared("build_info", "gauge", "", ("version",), "Always 1.", lambda s: {(s.version,): 1}),
+    Declared("incarnation", "gauge", "", (), "How many fronts this node has had.", _one(lambda s: s.incarnation)),
+    Declared("uptime_seconds", "gauge", "seconds", (), "Age of this front.", _one(lambda s: s.uptime_seconds)),
+    Declared("ready", "gauge", "", (), "1 when requests are served, 0 while recovering.", _one(lambda s: s.ready)),
+    Declared(
+        "recovery_seconds", "gauge", "seconds", (), "What the last start took to know the files on disk.",
+        _one(lambda s: s.recovery_seconds),
+    ),
+    Declared(
+        "asked_tokens_total", "counter", "tokens", (), "Tokens of whole blocks that engines asked to load.",
+        _one(lambda s: s.asked_tokens),
+    ),
+    Declared(
+        "hit_tokens_total", "counter", "tokens", ("tier",), "Of these, tokens granted, by the tier they were in.",
+        _by(lambda s: {"host": 0, "nvme": 0} | dict(s.hit_tokens)),
+    ),
+    Declared(
+        "missed_tokens_total", "counter", "tokens", (), "Of these, tokens not granted: asked = hit + missed.",
+        _one(_missed),
+    ),
+    Declared(
+        "stored_tokens_total", "counter", "tokens", (), "Tokens of blocks that became visible.",
+        _one(lambda s: s.stored_tokens),
+    ),
+    Declared(
+        "duplicate_tokens_total", "counter", "tokens", (),
+        "Tokens offered for storing that were there already or on their way.", _one(lambda s: s.duplicate_tokens),
+    ),
+    Declared(
+        "evicted_bytes_total", "counter", "bytes", ("tier", "reason"), "Bytes that left a tier.",
+        _by_pair(lambda s: s.evicted_bytes),
+    ),
+    Declared(
+        "dropped_writes_total", "counter", "extents", ("reason",), "Extents that will not be written to NVMe.",
+        _by(lambda s: s.dropped_writes),
+    ),
+    Declared(
+        "damaged_blocks_total", "counter", "blocks", ("reason",), "Blocks found damaged, each answered as a miss.",
+        _by(lambda s: s.damaged_blocks),
+    ),
+    Declared(
+        "capacity_bytes", "gauge", "bytes", ("tier",), "What it may hold; used + reserved + overhead is never more.",
+        _by_tier(lambda t: t.capacity_bytes),
+    ),
+    Declared("used_bytes", "gauge", "bytes", ("tier",), "KV blocks in the tier.", _by_tier(lambda t: t.used_bytes)),
+    Declared(
+        "reserved_bytes", "gauge", "bytes", ("tier",), "Room promised to tickets, and to writes under way.",
+        _by_tier(lambda t: t.reserved_bytes),
+    ),
+    Declared(
+        "overhead_bytes", "gauge", "bytes", ("tier",), "Index, quarantine, temporary files, and what slabs round up.",
+        _by_tier(lambda t: t.overhead_bytes),
+    ),
+    Declared("index_bytes", "gauge", "bytes", (), "The index on disk.", _one(lambda s: s.index_bytes)),
+    Declared("quarantined_bytes", "gauge", "bytes", (), "Damaged files kept.", _one(lambda s: s.quarantined_bytes)),
+    Declared("quarantined_files", "gauge", "files", (), "Damaged files kept.", _one(lambda s: s.quarantined_files)),
+    Declared("dirty_extents", "gauge", "extents", (), "Extents not on disk yet.", _one(lambda s: s.dirty_extents)),
+    Declared("dirty_bytes", "gauge", "bytes", (), "Bytes that a crash would lose.", _one(lambda s: s.dirty_bytes)),
+    Declared("extents", "gauge", "extents", (), "Extents known.", _one(lambda s: s.extents)),
+    Declared("groups", "gauge", "groups", (), "Identities known.", _one(lambda s: s.groups)),
+    Declared("sessions", "gauge", "sessions", (), "Engine processes connected.", _one(lambda s: s.sessions)),
+    Declared("leases", "gauge", "leases", (), "Leases held.", _one(lambda s: s.leases)),
+    Declared("tickets", "gauge", "tickets", (), "Tickets held.", _one(lambda s: s.tickets)),
+    Declared("queue_depth", "gauge", "", ("queue",), "What waits, by queue.", _by(lambda s: s.queues)),
+    Declared(
+        "request_seconds", "histogram", "seconds", ("operation",),
+        "From the arrival of a request at the front to its answer, waiting included.",
+        lambda s: {(operation,): latency for operation, latency in s.latencies.items()},
+    ),
+    Declared(
+        "nvme_read_bytes_total", "counter", "bytes", (), "Read from data_dir for promotions.",
+        _one(lambda s: s.nvme_read_bytes),
+    ),
+    Declared(
+        "nvme_read_seconds_total", "counter", "seconds", (), "Time of these reads, checksums included, summed.",
+        _one(lambda s: s.nvme_read_seconds),
+    ),
+    Declared(
+        "nvme_written_bytes_total", "counter", "bytes", (), "Written to data_dir and flushed.",
+        _one(lambda s: s.nvme_written_bytes),
+    ),
+    Declared(
+        "nvme_write_seconds_total", "counter", "seconds", (), "Time of these writes, flush included, summed.",
+        _one(lambda s: s.nvme_write_seconds),
+    ),
+    Declared(
+        "worker_restarts_total", "counter", "", ("worker",), "Processes of the node that died and were started again.",
+        _by(lambda s: s.worker_restarts),
+    ),
+    Declared(
+        "io_errors_total", "counter", "", ("operation", "errno"), "Failed file operations.",
+        _by_pair(lambda s: s.io_errors),
+    ),
+    Declared(
+        "request_errors_total", "counter", "", ("code",), "Requests answered with an error.",
+        _by(lambda s: s.request_errors),
+    ),
+    Declared(
+        "dropped_replies_total", "counter", "", (), "Replies thrown away because the client did not take them.",
+        _one(lambda s: s.dropped_replies),
+    ),
+)  # fmt: skip
+
+
+_PAGE_HEAD = """\
+# Metrics
+
+Served for Prometheus at `http://<metrics_host>:<metrics_port>/metrics`, only when `metrics_port` is set. Counters
+(names in `_total`) only grow while one front lives and start at 0 in the next. Labels are from closed lists: `tier` is
+`host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`. Made from `tierkv/metrics/table.py` by
+`python -m tierkv.metrics`.
+
+The hit rate is `rate(tierkv_hit_tokens_total) / rate(tierkv_asked_tokens_total)`.
+
+| metric | kind | unit | labels | meaning |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    rows = [
+        f"| `{PREFIX}{one.name}` | {one.kind} | {one.unit} | {', '.join(one.labels)} | {one.meaning} |\n"
+        for one in METRICS
+    ]
+    return _PAGE_HEAD + "".join(rows)
