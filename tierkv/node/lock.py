@@ -1,0 +1,162 @@
+"""Who may use a directory: a lock of the kernel, whatever is written in any file.
+
+    DATA/LOCK          one node per data directory; the storage workers inherit the open file, so that a second node
+                       can't start while one of them still writes
+    socket dir/LOCK    one node per endpoint
+
+The lock belongs to the open file and ends with its last descriptor, in whichever process that is. Nobody unlocks it by
+a call: that would also take it from a worker that is still writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse
+
+LOCK_NAME = "LOCK"
+FORMAT_NAME = "FORMAT"
+RETRY_SECONDS = 0.05
+
+
+class FileLock:
+    """A held lock. `close` gives up this process's share of it; who inherited the open file still holds it."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd = fd
+        self.path = path
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lock_data_directory(root: Path, wait_seconds: float, *, pause: Callable[[float], None] = time.sleep) -> FileLock:
+    """Hold the data directory, waiting up to `wait_seconds` for another node to be gone.
+
+    Makes the directory (mode 0700) when it is absent, and LOCK in it; changes nothing else, so that the loser of a race
+    has touched nothing of the winner's. Raises DataDirectoryInUse, or DataDirectoryError for a directory that is not
+    ours to use.
+    """
+    try:
+        if not os.path.lexists(root):
+            _make_private(root)
+        root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataDirectoryError(_say(root, error)) from error
+    try:
+        _refuse_foreign(root, root_fd)
+        return _lock(root, root_fd, wait_seconds, pause)
+    except OSError as error:
+        raise DataDirectoryError(_say(root / LOCK_NAME, error)) from error
+    finally:
+        os.close(root_fd)
+
+
+def lock_socket_directory(root: Path) -> FileLock:
+    """Hold an existing socket directory at once, or raise DataDirectoryInUse: its node answers there."""
+    try:
+        root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError("socket_dir", _say(root, error)) from error
+    try:
+        return _lock(root, root_fd, 0.0, time.sleep)
+    except OSError as error:
+        raise ConfigError("socket_dir", _say(root / LOCK_NAME, error)) from error
+    finally:
+        os.close(root_fd)
+
+
+def _make_private(root: Path) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(root, 0o700)
+    except FileExistsError:
+        return  # another node was quicker; the lock decides which of us it is
+    os.chmod(root, 0o700)
+
+
+def _refuse_foreign(root: Path, root_fd: int) -> None:
+    """A directory with something in it is used only if a node has been there. LOCK is looked for after the listing:
+    whoever sets a directory up makes LOCK first, so that a listing with anything of it means that LOCK is there."""
+    if not os.listdir(root_fd) or _exists(LOCK_NAME, root_fd) or _exists(FORMAT_NAME, root_fd):
+        return
+    raise DataDirectoryError(f"{root} is not empty and is not a data directory of tierkv; name an empty or absent one")
+
+
+def _exists(name: str, root_fd: int) -> bool:
+    try:
+        os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _lock(root: Path, root_fd: int, wait_seconds: float, pause: Callable[[float], None]) -> FileLock:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        try:
+            held = _try_lock(fd) and _is_still_there(fd, root_fd)
+            if held:
+                _write_owner(fd)
+                return FileLock(fd, root / LOCK_NAME)
+            owner = _read_owner(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if time.monotonic() >= deadline:
+            raise DataDirectoryInUse(f"{root} is in use by another node{owner}")
+        pause(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still_there(fd: int, root_fd: int) -> bool:
+    """Somebody may have deleted LOCK between our open and our lock: then the lock is on a file nobody else will see."""
+    mine = os.fstat(fd)
+    try:
+        named = os.stat(LOCK_NAME, dir_fd=root_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
+
+
+def _write_owner(fd: int) -> None:
+    """For people only; nothing ever decides by what is written here. A full disk may refuse it, and that's fine."""
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def _read_owner(fd: int) -> str:
+    text = os.pread(fd, 32, 0).strip()
+    return f" (process {text.decode()})" if text.isdigit() else ""
+
+
+def _say(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+        return f"{path} is a symbolic link; name the directory itself"
+    return f"{path}: {error.strerror}"
