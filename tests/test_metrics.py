@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import urllib.request
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tierkv.core.counters import Counters
 from tierkv.errors import ConfigError
-from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, TierSnapshot
+from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, TierSnapshot, copy_counters
 from tierkv.metrics.endpoint import MetricsEndpoint, registry
 from tierkv.metrics.table import METRICS, PREFIX, page
 
@@ -37,8 +39,8 @@ def parsed(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def test_tokens_asked_for_are_those_hit_by_tier_and_those_missed():
     # 100 requests of 160 tokens: 40 hit whole in host memory, 30 hit 80 tokens on NVMe, 30 nothing
-    counts = Snapshot(version="1", asked_tokens=16_000, hit_tokens={"host": 6_400, "nvme": 2_400})
-    seen = samples(counts)
+    counts = Counters(asked_tokens=16_000, hit_tokens=Counter(host=6_400, nvme=2_400))
+    seen = samples(Snapshot(version="1", core=counts))
     assert seen["tierkv_asked_tokens_total", ()] == 16_000
     assert seen["tierkv_hit_tokens_total", (("tier", "host"),)] == 6_400
     assert seen["tierkv_hit_tokens_total", (("tier", "nvme"),)] == 2_400
@@ -57,9 +59,8 @@ def test_labels_come_from_what_was_counted():
         Snapshot(
             version="1.2",
             tiers=(tier,),
-            evicted_bytes={("host", "no_room"): 42},
+            core=Counters(evicted_bytes=Counter({("host", "no_room"): 42}), dropped_writes=Counter({"disk_full": 2})),
             io_errors={("write", "ENOSPC"): 3},
-            dropped_writes={"disk_full": 2},
             queues={"nvme_write": 9},
         )
     )
@@ -105,13 +106,21 @@ def test_a_copied_latency_does_not_follow_the_original():
 
 
 def test_reading_twice_changes_nothing():
-    snapshot = Snapshot(version="1", asked_tokens=5, hit_tokens={"host": 2})
+    snapshot = Snapshot(version="1", core=Counters(asked_tokens=5))
     assert samples(snapshot) == samples(snapshot)
 
 
 def test_every_field_of_a_snapshot_is_exported_and_every_metric_reads_one():
     reads = {name for metric in METRICS for name in _names_read(metric.read)}
-    assert {one.name for one in fields(Snapshot)} <= reads
+    assert {one.name for one in (*fields(Snapshot), *fields(Counters))} <= reads
+
+
+def test_copied_counts_do_not_follow_the_originals():
+    counters = Counters(asked_tokens=1, hit_tokens=Counter(host=1))
+    twin = copy_counters(counters)
+    counters.asked_tokens += 1
+    counters.hit_tokens["host"] += 1
+    assert twin == Counters(asked_tokens=1, hit_tokens=Counter(host=1))
 
 
 def _names_read(function) -> set[str]:
@@ -145,11 +154,11 @@ def test_a_port_in_use_is_an_error_that_names_the_setting():
 
 def test_the_endpoint_serves_what_read_gives_at_each_scrape_and_is_gone_after_close():
     asked = iter((5, 8))
-    with MetricsEndpoint("127.0.0.1", 0, lambda: Snapshot(version="1", asked_tokens=next(asked))) as endpoint:
+    with MetricsEndpoint("127.0.0.1", 0, lambda: Snapshot(version="1", sessions=next(asked))) as endpoint:
         port = endpoint.port
         for expected in (5, 8):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-                assert parsed(answer.read().decode())["tierkv_asked_tokens_total", ()] == expected
+                assert parsed(answer.read().decode())["tierkv_sessions", ()] == expected
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
 

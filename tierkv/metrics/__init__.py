@@ -8,6 +8,6 @@ comes from, and nothing is exported that is not in the table. The endpoint is a 
 because it alone needs the Prometheus library.
 """
 
-from tierkv.metrics.snapshot import LATENCY_BOUNDS, Latency, Snapshot, TierSnapshot
+from tierkv.metrics.snapshot import LATENCY_BOUNDS, Latency, Snapshot, TierSnapshot, copy_counters
 
-__all__ = ["Snapshot", "TierSnapshot", "Latency", "LATENCY_BOUNDS"]
+__all__ = ["Snapshot", "TierSnapshot", "copy_counters", "Latency", "LATENCY_BOUNDS"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
+
+from tierkv.core.counters import Counters
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency buckets, in seconds; one more bucket holds what is slower."""
@@ -40,26 +43,26 @@ class TierSnapshot:
     overhead_bytes: int
 
 
+def copy_counters(counters: Counters) -> Counters:
+    """The core's counts as they are now, for a snapshot that another thread reads."""
+    return Counters(**{one.name: copy(getattr(counters, one.name)) for one in fields(Counters)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything that is exported, at one instant. Whoever makes one never changes it (or its dictionaries) afterwards:
-    it is read in the endpoint's thread.
+    """Everything that is exported, at one instant. Whoever makes one never changes it (or what it holds) afterwards:
+    it is read in the endpoint's thread. So `core` is a copy (`copy_counters`), and so are `latencies`.
 
-    `hit_tokens` is by tier, `dropped_writes` and `damaged_blocks` by reason, `evicted_bytes` by (tier, reason),
-    `io_errors` by (operation, errno name), `request_errors` by code, `queues` and `latencies` by name.
+    `io_errors` is by (operation, errno name), `request_errors` by code, `queues`, `latencies` and `worker_restarts` by
+    name.
     """
 
     version: str
     incarnation: int = 0
     uptime_seconds: float = 0.0
     ready: bool = False
-    asked_tokens: int = 0
-    hit_tokens: Mapping[str, int] = field(default_factory=dict)
-    stored_tokens: int = 0
-    duplicate_tokens: int = 0
-    evicted_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    dropped_writes: Mapping[str, int] = field(default_factory=dict)
-    damaged_blocks: Mapping[str, int] = field(default_factory=dict)
+    recovery_seconds: float = 0.0
+    core: Counters = field(default_factory=Counters)
     tiers: tuple[TierSnapshot, ...] = ()
     index_bytes: int = 0
     quarantined_bytes: int = 0
@@ -72,12 +75,7 @@ class Snapshot:
     leases: int = 0
     tickets: int = 0
     queues: Mapping[str, int] = field(default_factory=dict)
-    recovery_seconds: float = 0.0
     latencies: Mapping[str, Latency] = field(default_factory=dict)
-    nvme_read_bytes: int = 0
-    nvme_read_seconds: float = 0.0
-    nvme_written_bytes: int = 0
-    nvme_write_seconds: float = 0.0
     worker_restarts: Mapping[str, int] = field(default_factory=dict)
     io_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
     request_errors: Mapping[str, int] = field(default_factory=dict)

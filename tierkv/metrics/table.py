@@ -42,10 +42,11 @@ def _by_tier(read: Callable[[TierSnapshot], int]) -> Callable[[Snapshot], Values
 
 
 def _missed(snapshot: Snapshot) -> float:
-    return snapshot.asked_tokens - sum(snapshot.hit_tokens.values())
+    return snapshot.core.asked_tokens - sum(snapshot.core.hit_tokens.values())
 
 
 METRICS: tuple[Declared, ...] = (
+    # ---- the node
     Declared("build_info", "gauge", "", ("version",), "Always 1.", lambda s: {(s.version,): 1}),
     Declared("incarnation", "gauge", "", (), "How many fronts this node has had.", _one(lambda s: s.incarnation)),
     Declared("uptime_seconds", "gauge", "seconds", (), "Age of this front.", _one(lambda s: s.uptime_seconds)),
@@ -55,37 +56,92 @@ METRICS: tuple[Declared, ...] = (
         _one(lambda s: s.recovery_seconds),
     ),
     Declared(
+        "worker_restarts_total", "counter", "", ("worker",), "Processes of the node that died and were started again.",
+        _by(lambda s: s.worker_restarts),
+    ),
+    Declared(
+        "worker_deaths_total", "counter", "", (), "Times the storage worker died under this front.",
+        _one(lambda s: s.core.worker_deaths),
+    ),
+    Declared("queue_depth", "gauge", "", ("queue",), "What waits, by queue.", _by(lambda s: s.queues)),
+    Declared(
+        "request_seconds", "histogram", "seconds", ("operation",),
+        "From the arrival of a request at the front to its answer, waiting included.",
+        lambda s: {(operation,): latency for operation, latency in s.latencies.items()},
+    ),
+    Declared(
+        "request_errors_total", "counter", "", ("code",), "Requests answered with an error.",
+        _by(lambda s: s.request_errors),
+    ),
+    Declared(
+        "dropped_replies_total", "counter", "", (), "Replies thrown away because the client did not take them.",
+        _one(lambda s: s.dropped_replies),
+    ),
+    # ---- loading
+    Declared(
         "asked_tokens_total", "counter", "tokens", (), "Tokens of whole blocks that engines asked to load.",
-        _one(lambda s: s.asked_tokens),
+        _one(lambda s: s.core.asked_tokens),
     ),
     Declared(
         "hit_tokens_total", "counter", "tokens", ("tier",), "Of these, tokens granted, by the tier they were in.",
-        _by(lambda s: {"host": 0, "nvme": 0} | dict(s.hit_tokens)),
+        _by(lambda s: {"host": 0, "nvme": 0} | dict(s.core.hit_tokens)),
     ),
     Declared(
         "missed_tokens_total", "counter", "tokens", (), "Of these, tokens not granted: asked = hit + missed.",
         _one(_missed),
     ),
+    Declared("granted_leases_total", "counter", "", (), "Leases granted.", _one(lambda s: s.core.leases)),
+    Declared(
+        "shortened_leases_total", "counter", "", ("reason",), "Leases on less than was cached.",
+        _by(lambda s: s.core.shortened_leases),
+    ),
+    Declared(
+        "revoked_leases_total", "counter", "", (), "Revocable leases taken back.", _one(lambda s: s.core.revoked_leases)
+    ),
+    Declared(
+        "promoted_blocks_total", "counter", "blocks", (), "Blocks brought from NVMe to host memory.",
+        _one(lambda s: s.core.promoted_blocks),
+    ),
+    Declared(
+        "failed_reads_total", "counter", "", ("reason",), "Promotions that brought fewer blocks than asked.",
+        _by(lambda s: s.core.failed_reads),
+    ),
+    Declared(
+        "damaged_extents_total", "counter", "extents", ("reason",), "Extents found damaged, each answered as a miss.",
+        _by(lambda s: s.core.damaged_extents),
+    ),
+    # ---- storing
+    Declared("granted_tickets_total", "counter", "", (), "Tickets granted.", _one(lambda s: s.core.tickets)),
+    Declared(
+        "aborted_tickets_total", "counter", "", ("reason",), "Tickets that ended without a commit.",
+        _by(lambda s: s.core.aborted_tickets),
+    ),
+    Declared(
+        "refused_blocks_total", "counter", "blocks", ("reason",), "Blocks offered for storing that got no room.",
+        _by(lambda s: s.core.refused_blocks),
+    ),
+    Declared(
+        "duplicate_blocks_total", "counter", "blocks", (),
+        "Blocks offered for storing that were there already or on their way.", _one(lambda s: s.core.duplicate_blocks),
+    ),
     Declared(
         "stored_tokens_total", "counter", "tokens", (), "Tokens of blocks that became visible.",
-        _one(lambda s: s.stored_tokens),
+        _one(lambda s: s.core.stored_tokens),
     ),
     Declared(
-        "duplicate_tokens_total", "counter", "tokens", (),
-        "Tokens offered for storing that were there already or on their way.", _one(lambda s: s.duplicate_tokens),
+        "stale_blocks_total", "counter", "blocks", (),
+        "Committed blocks dropped because predecessor or other ranks did not come.",
+        _one(lambda s: s.core.stale_staged_blocks),
     ),
     Declared(
-        "evicted_bytes_total", "counter", "bytes", ("tier", "reason"), "Bytes that left a tier.",
-        _by_pair(lambda s: s.evicted_bytes),
+        "flushed_extents_total", "counter", "extents", (), "Extents on disk for good.",
+        _one(lambda s: s.core.flushed_extents),
     ),
     Declared(
         "dropped_writes_total", "counter", "extents", ("reason",), "Extents that will not be written to NVMe.",
-        _by(lambda s: s.dropped_writes),
+        _by(lambda s: s.core.dropped_writes),
     ),
-    Declared(
-        "damaged_blocks_total", "counter", "blocks", ("reason",), "Blocks found damaged, each answered as a miss.",
-        _by(lambda s: s.damaged_blocks),
-    ),
+    # ---- tiers
     Declared(
         "capacity_bytes", "gauge", "bytes", ("tier",), "What it may hold; used + reserved + overhead is never more.",
         _by_tier(lambda t: t.capacity_bytes),
@@ -99,54 +155,49 @@ METRICS: tuple[Declared, ...] = (
         "overhead_bytes", "gauge", "bytes", ("tier",), "Index, quarantine, temporary files, and what slabs round up.",
         _by_tier(lambda t: t.overhead_bytes),
     ),
+    Declared(
+        "evicted_bytes_total", "counter", "bytes", ("tier", "reason"), "Bytes that left a tier.",
+        _by_pair(lambda s: s.core.evicted_bytes),
+    ),
+    Declared(
+        "evicted_blocks_total", "counter", "blocks", ("tier", "reason"), "Blocks that left a tier.",
+        _by_pair(lambda s: s.core.evicted_blocks),
+    ),
+    Declared(
+        "dropped_unwritten_bytes_total", "counter", "bytes", ("reason",),
+        "Bytes that left host memory and were nowhere else.", _by(lambda s: s.core.dropped_unwritten_bytes),
+    ),
+    Declared("dirty_extents", "gauge", "extents", (), "Extents not on disk yet.", _one(lambda s: s.dirty_extents)),
+    Declared("dirty_bytes", "gauge", "bytes", (), "Bytes that a crash would lose.", _one(lambda s: s.dirty_bytes)),
     Declared("index_bytes", "gauge", "bytes", (), "The index on disk.", _one(lambda s: s.index_bytes)),
     Declared("quarantined_bytes", "gauge", "bytes", (), "Damaged files kept.", _one(lambda s: s.quarantined_bytes)),
     Declared("quarantined_files", "gauge", "files", (), "Damaged files kept.", _one(lambda s: s.quarantined_files)),
-    Declared("dirty_extents", "gauge", "extents", (), "Extents not on disk yet.", _one(lambda s: s.dirty_extents)),
-    Declared("dirty_bytes", "gauge", "bytes", (), "Bytes that a crash would lose.", _one(lambda s: s.dirty_bytes)),
-    Declared("extents", "gauge", "extents", (), "Extents known.", _one(lambda s: s.extents)),
-    Declared("groups", "gauge", "groups", (), "Identities known.", _one(lambda s: s.groups)),
-    Declared("sessions", "gauge", "sessions", (), "Engine processes connected.", _one(lambda s: s.sessions)),
-    Declared("leases", "gauge", "leases", (), "Leases held.", _one(lambda s: s.leases)),
-    Declared("tickets", "gauge", "tickets", (), "Tickets held.", _one(lambda s: s.tickets)),
-    Declared("queue_depth", "gauge", "", ("queue",), "What waits, by queue.", _by(lambda s: s.queues)),
-    Declared(
-        "request_seconds", "histogram", "seconds", ("operation",),
-        "From the arrival of a request at the front to its answer, waiting included.",
-        lambda s: {(operation,): latency for operation, latency in s.latencies.items()},
-    ),
     Declared(
         "nvme_read_bytes_total", "counter", "bytes", (), "Read from data_dir for promotions.",
-        _one(lambda s: s.nvme_read_bytes),
+        _one(lambda s: s.core.nvme_read_bytes),
     ),
     Declared(
         "nvme_read_seconds_total", "counter", "seconds", (), "Time of these reads, checksums included, summed.",
-        _one(lambda s: s.nvme_read_seconds),
+        _one(lambda s: s.core.nvme_read_seconds),
     ),
     Declared(
         "nvme_written_bytes_total", "counter", "bytes", (), "Written to data_dir and flushed.",
-        _one(lambda s: s.nvme_written_bytes),
+        _one(lambda s: s.core.nvme_written_bytes),
     ),
     Declared(
         "nvme_write_seconds_total", "counter", "seconds", (), "Time of these writes, flush included, summed.",
-        _one(lambda s: s.nvme_write_seconds),
-    ),
-    Declared(
-        "worker_restarts_total", "counter", "", ("worker",), "Processes of the node that died and were started again.",
-        _by(lambda s: s.worker_restarts),
+        _one(lambda s: s.core.nvme_write_seconds),
     ),
     Declared(
         "io_errors_total", "counter", "", ("operation", "errno"), "Failed file operations.",
         _by_pair(lambda s: s.io_errors),
     ),
-    Declared(
-        "request_errors_total", "counter", "", ("code",), "Requests answered with an error.",
-        _by(lambda s: s.request_errors),
-    ),
-    Declared(
-        "dropped_replies_total", "counter", "", (), "Replies thrown away because the client did not take them.",
-        _one(lambda s: s.dropped_replies),
-    ),
+    # ---- what is known and held
+    Declared("extents", "gauge", "extents", (), "Extents known.", _one(lambda s: s.extents)),
+    Declared("groups", "gauge", "groups", (), "Identities known.", _one(lambda s: s.groups)),
+    Declared("sessions", "gauge", "sessions", (), "Engine processes connected.", _one(lambda s: s.sessions)),
+    Declared("leases", "gauge", "leases", (), "Leases held.", _one(lambda s: s.leases)),
+    Declared("tickets", "gauge", "tickets", (), "Tickets held.", _one(lambda s: s.tickets)),
 )  # fmt: skip
 
 
