@@ -97,6 +97,21 @@ class UnknownFormat(TierkvError):
     pass
 
 
+class ForeignFile(TierkvError):
+    pass
+
+
+class StorageError(TierkvError):
+    """`operation` is the system call, `errno_name` for example "ENOSPC", `reason` one of `tierkv.core.reasons.Reason`."""
+
+    def __init__(self, operation: str, errno_name: str, reason: str, problem: str) -> None:
+        super().__init__(f"{operation} failed with {errno_name}: {problem}")
+        self.operation = operation
+        self.errno_name = errno_name
+        self.reason = reason
+        self.problem = problem
+
+
 class UnsupportedModel(TierkvError):
     pass
 

@@ -1,0 +1,465 @@
+"""The data directory: made, checked and opened, and everything in it reached through its descriptor.
+
+    DATA/
+      LOCK          the node's (made before anything else here; a directory with it alone counts as empty)
+      FORMAT        store id and format version; made first, renamed into place last
+      models/ tmp/ quarantine/ index/ digests/
+
+No path is ever followed through a symbolic link: directories are opened one component after the other, each with
+O_NOFOLLOW, relative to the one before. Directories are 0700 and files 0600 whatever the umask.
+
+Durability of directories: a renamed file survives a power loss once its directory was flushed, and that directory once
+*its* parent was. `unflushed` says which flushes a file still needs; what this process has not flushed itself counts as
+unflushed, for a process before it may have been killed in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tierkv.core.reasons import Reason
+from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
+from tierkv.storage.names import DIGESTS, INDEX, MODELS, QUARANTINE, TEMP, Parts
+from tierkv.storage.system_calls import call, translate
+
+DIRECTORY_FORMAT = 1
+PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
+FORMAT, LOCK = "FORMAT", "LOCK"
+FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS)
+
+_NEW_FORMAT = "FORMAT.new"
+# Besides a lock, what a set-up that was killed half-way and a fresh file system leave behind.
+_COUNTS_AS_EMPTY = {LOCK, _NEW_FORMAT, "lost+found"}
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{8}-[0-9]+\.tmp")
+DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")
+
+log = logging.getLogger(__name__)
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """Content of FORMAT. Later versions may add fields, so unknown ones are ignored until the version is known."""
+
+    format: int
+    store: str
+    about: str = "data directory of tierkv: cached KV blocks of language models, may be deleted while no node runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the file system says, for an ordinary user: bytes and inodes."""
+
+    free_bytes: int
+    total_bytes: int
+    free_inodes: int
+    total_inodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Temp files that were removed, and entries of tmp/ that are not ours and were left."""
+
+    files: int
+    num_bytes: int
+    foreign: int
+
+
+class DataDirectory:
+    """An open data directory; `open` makes one. Safe to use from several threads. Close it: it owns descriptors
+    and the threads that hash beside reading and writing."""
+
+    def __init__(self, path: Path, root_fd: int, store_id: str, *, direct_io: bool) -> None:
+        self.path = path
+        self.store_id = store_id
+        self._root_fd = root_fd
+        self._direct_io = direct_io
+        self._token = secrets.token_hex(4)  # a pid comes back after a reboot; this does not
+        self._temp_numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._flushed: set[Parts] = set()  # directories whose own entry is known to be durable
+        self._waiting: dict[Parts, set[Parts]] = {}  # parent -> children that its next flush makes durable
+        self._hashers: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def open(
+        cls, path: str | Path, *, create: bool = True, writable: bool = True, direct_io: bool = True
+    ) -> DataDirectory:
+        """Open the data directory at `path`, making an absent or empty one unless `create` is false.
+
+        Hold its lock first when it may be made. `writable` proves by a file in tmp/ that it can be written to (a full
+        disk passes: reading goes on there) and whether O_DIRECT works; readers of headers do without.
+        Raises DataDirectoryError, which says what is wrong with which path and what to do.
+        """
+        path = Path(path).absolute()
+        try:
+            root_fd = _open_root(path, create=create)
+            try:
+                stamp = _read_or_make_stamp(path, root_fd, create=create)
+                directory = cls(path, root_fd, stamp.store, direct_io=direct_io)
+                directory._check_folders(create=create)
+                if writable:
+                    directory._prove_writable()
+            except BaseException:
+                os.close(root_fd)
+                raise
+        except StorageError as error:
+            raise DataDirectoryError(f"{path} can't be used: {error}") from error
+        return directory
+
+    def close(self) -> None:
+        if self._root_fd < 0:
+            return
+        if self._hashers is not None:
+            self._hashers.shutdown(wait=True)
+            self._hashers = None
+        os.close(self._root_fd)
+        self._root_fd = -1
+
+    def __enter__(self) -> DataDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- reaching things
+
+    @contextmanager
+    def folder(self, parts: Parts, *, create: bool = False) -> Iterator[int]:
+        """A descriptor of the directory `parts` below the root, for the length of the block. With `create`, missing
+        ones are made. Raises StorageError (reason not_found where it is absent, io_error where it is no directory)."""
+        fd = self.open_folder(parts, create=create)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def open_folder(self, parts: Parts, *, create: bool = False) -> int:
+        """Like `folder`, for a caller that keeps the descriptor and closes it."""
+        fd = call("open", os.open, ".", _OPEN_FOLDER, dir_fd=self._root_fd)
+        try:
+            for depth, name in enumerate(parts, 1):
+                inner = self._open_child(fd, parts[:depth], name, create=create)
+                os.close(fd)
+                fd = inner
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_present(self) -> bool:
+        """Whether the directory at `path` is still the one that was opened, FORMAT included. Somebody may delete it
+        under a running node; then nothing is to be made anew without its lock and its stamp."""
+        try:
+            named, mine = os.stat(self.path, follow_symlinks=False), os.fstat(self._root_fd)
+            os.stat(FORMAT, dir_fd=self._root_fd, follow_symlinks=False)
+        except OSError:
+            return False  # whatever the reason, it can't be found where it was
+        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def space(self) -> Space:
+        found = call("statvfs", os.fstatvfs, self._root_fd)
+        unit = found.f_frsize
+        return Space(found.f_bavail * unit, found.f_blocks * unit, found.f_favail, found.f_files)
+
+    # ---- temp files
+
+    def create_temp(self) -> tuple[str, int]:
+        """A new file in tmp/: its name, and a descriptor for writing (O_DIRECT where that works)."""
+        name = f"{os.getpid()}-{self._token}-{next(self._temp_numbers)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self.folder((TEMP,)) as folder_fd:
+            fd = call("open", os.open, name, flags, 0o600, dir_fd=folder_fd)
+            try:
+                call("fchmod", os.fchmod, fd, 0o600)
+                self.use_direct(fd)
+            except BaseException:
+                os.close(fd)
+                os.unlink(name, dir_fd=folder_fd)
+                raise
+        return name, fd
+
+    def remove_temp(self, name: str) -> None:
+        """Unlink a temp file; one that is gone is fine."""
+        try:
+            with self.folder((TEMP,)) as folder_fd:
+                call("unlink", os.unlink, name, dir_fd=folder_fd)
+        except StorageError as error:
+            if error.errno_name != "ENOENT":
+                raise
+
+    def clear_temp(self) -> Cleared:
+        """Remove the temp files of writers before us: call it with the lock held and before the first write. What
+        has not a name that we give is left and counted."""
+        files = num_bytes = foreign = 0
+        with self.folder((TEMP,)) as folder_fd:
+            for name in call("listdir", os.listdir, folder_fd):
+                found = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
+                if not _TEMP_NAME.fullmatch(name) or not stat.S_ISREG(found.st_mode):
+                    foreign += 1
+                    continue
+                call("unlink", os.unlink, name, dir_fd=folder_fd)
+                files += 1
+                num_bytes += found.st_blocks * 512
+        return Cleared(files, num_bytes, foreign)
+
+    # ---- O_DIRECT, remembered
+
+    @property
+    def direct_io(self) -> bool:
+        return self._direct_io
+
+    def use_direct(self, fd: int) -> bool:
+        """Switch an open file to O_DIRECT if this file system takes it; says whether it is on."""
+        if not self._direct_io:
+            return False
+        try:
+            call("fcntl", fcntl.fcntl, fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except StorageError as error:
+            if error.errno_name not in DIRECT_REFUSED:
+                raise
+            self.refuse_direct("fcntl")
+            return False
+        return True
+
+    def refuse_direct(self, operation: str) -> None:
+        """The file system refused a direct transfer: go on buffered from here on, and say so once."""
+        with self._lock:
+            first, self._direct_io = self._direct_io, False
+        if first:
+            log.warning("%s: O_DIRECT is refused here (%s); using buffered transfers", self.path, operation)
+
+    @property
+    def hashers(self) -> Executor:
+        """Threads that hash one piece of a file while the next one is read or written."""
+        with self._lock:
+            if self._hashers is None:
+                workers = max(2, min(8, os.cpu_count() or 1))
+                self._hashers = ThreadPoolExecutor(workers, thread_name_prefix="tierkv-hash")
+            return self._hashers
+
+    # ---- flushing
+
+    def unflushed(self, folder: Parts) -> tuple[Parts, ...]:
+        """Directories to `flush` before a file renamed into `folder` is durable: `folder` itself, and the parent of
+        each directory on the way that this process has not yet seen flushed. Call it after `folder` was opened."""
+        needed = [folder]
+        with self._lock:
+            for depth in range(1, len(folder) + 1):
+                child, parent = folder[:depth], folder[: depth - 1]
+                if child not in self._flushed:
+                    self._waiting.setdefault(parent, set()).add(child)
+                    needed.append(parent)
+        return tuple(dict.fromkeys(needed))
+
+    def flush(self, folder: Parts) -> None:
+        """fsync a directory. Raises StorageError: then nothing that waits for it is durable."""
+        with self._lock:
+            waiting = set(self._waiting.get(folder, ()))  # a child that appears during the flush is not covered by it
+        with self.folder(folder) as fd:
+            call("fsync", os.fsync, fd)
+        with self._lock:
+            self._flushed |= waiting
+            left = self._waiting.get(folder, set()) - waiting
+            if left:
+                self._waiting[folder] = left
+            else:
+                self._waiting.pop(folder, None)
+
+    # ---- how it is done
+
+    def _open_child(self, parent_fd: int, parts: Parts, name: str, *, create: bool) -> int:
+        if not name or "/" in name or name in (".", ".."):
+            raise BrokenInvariant(f"{name!r} is not a name that tierkv gives to a directory")
+        try:
+            return call("open", os.open, name, _OPEN_FOLDER, dir_fd=parent_fd)
+        except StorageError as error:
+            if error.errno_name in ("ELOOP", "ENOTDIR"):
+                problem = f"{'/'.join(parts)} is not a directory (symbolic links are not followed)"
+                raise StorageError(error.operation, error.errno_name, error.reason, problem) from error
+            if error.errno_name != "ENOENT" or not create:
+                raise
+        return self._make_child(parent_fd, parts, name)
+
+    def _make_child(self, parent_fd: int, parts: Parts, name: str) -> int:
+        try:
+            call("mkdir", os.mkdir, name, 0o700, dir_fd=parent_fd)
+        except StorageError as error:
+            if error.errno_name != "EEXIST":  # another thread was quicker
+                raise
+        else:
+            with self._lock:
+                self._flushed.discard(parts)  # it may have been there, flushed, and removed
+        fd = call("open", os.open, name, _OPEN_FOLDER, dir_fd=parent_fd)
+        try:
+            call("fchmod", os.fchmod, fd, 0o700)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_folders(self, *, create: bool) -> None:
+        device = os.fstat(self._root_fd).st_dev
+        for name in FOLDERS:
+            try:
+                with self.folder((name,), create=create) as fd:
+                    elsewhere = os.fstat(fd).st_dev != device
+            except StorageError as error:
+                if error.errno_name in ("ELOOP", "ENOTDIR"):
+                    raise DataDirectoryError(f"{self.path / name} is not a directory; remove what is there") from error
+                raise
+            if elsewhere and name in (MODELS, TEMP, QUARANTINE):
+                raise DataDirectoryError(
+                    f"{self.path / name} is on another file system than {self.path}: files are renamed between them,"
+                    " so mount the whole data directory there"
+                )
+
+    def _prove_writable(self) -> None:
+        """Write one page as an extent is written. A full disk is no reason to refuse: hits are still served."""
+        try:
+            name, fd = self.create_temp()
+        except StorageError as error:
+            if error.reason != Reason.DISK_FULL:
+                raise
+            return
+        try:
+            with mmap.mmap(-1, PAGE_BYTES) as page:
+                self._write_page(fd, page)
+        finally:
+            os.close(fd)
+            self.remove_temp(name)
+
+    def _write_page(self, fd: int, page: mmap.mmap) -> None:
+        try:
+            call("pwrite", os.pwrite, fd, page, 0)
+        except StorageError as error:
+            if error.errno_name in DIRECT_REFUSED and self._direct_io:
+                self.refuse_direct("pwrite")
+            elif error.reason != Reason.DISK_FULL:
+                raise
+
+
+def _open_root(path: Path, *, create: bool) -> int:
+    try:
+        fd = os.open(path, _OPEN_FOLDER)
+    except FileNotFoundError:
+        if not create:
+            raise DataDirectoryError(f"{path} does not exist") from None
+        return _make_root(path)
+    except OSError as error:
+        if path.is_symlink():
+            raise DataDirectoryError(f"{path} is a symbolic link; name the directory itself") from error
+        if error.errno == errno.ENOTDIR:
+            raise DataDirectoryError(f"{path} is not a directory") from error
+        raise translate("open", error) from error
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise DataDirectoryError(
+            f"{path} belongs to uid {owner} and this process runs as uid {os.geteuid()};"
+            " run as its owner, so that neither leaves files the other can't use"
+        )
+    return fd
+
+
+def _make_root(path: Path) -> int:
+    call("mkdir", os.makedirs, path, 0o700, exist_ok=True)
+    fd = call("open", os.open, path, _OPEN_FOLDER)
+    try:
+        call("fchmod", os.fchmod, fd, 0o700)
+        _flush_path(path.parent)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
+    raw = _read_stamp(path, root_fd)
+    if raw is not None:
+        return _check_stamp(path, raw)
+    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - _COUNTS_AS_EMPTY)
+    if foreign:
+        raise DataDirectoryError(
+            f"{path} is not empty (it has {foreign[0]!r}) and is not a data directory of tierkv (it has no {FORMAT});"
+            " name an empty or absent one"
+        )
+    if not create:
+        raise DataDirectoryError(f"{path} is empty; a node that is started with it makes a data directory of it")
+    stamp = Stamp(DIRECTORY_FORMAT, uuid.uuid4().hex)
+    _write_stamp(root_fd, stamp)
+    return stamp
+
+
+def _read_stamp(path: Path, root_fd: int) -> bytes | None:
+    try:
+        fd = os.open(FORMAT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataDirectoryError(f"{path / FORMAT} can't be read: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise DataDirectoryError(f"{path / FORMAT} is not a regular file")
+        return call("read", os.read, fd, PAGE_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _check_stamp(path: Path, raw: bytes) -> Stamp:
+    try:
+        stamp = msgspec.json.decode(raw, type=Stamp)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataDirectoryError(
+            f"{path / FORMAT} is damaged ({error}); if this is a data directory of tierkv, restore that file, or empty"
+            " the directory to start anew"
+        ) from error
+    if stamp.format > DIRECTORY_FORMAT:
+        raise DataDirectoryError(
+            f"{path} has format {stamp.format}, made by a newer tierkv; this one knows up to {DIRECTORY_FORMAT}."
+            " It was left as it is: run the newer tierkv, or name another directory"
+        )
+    if stamp.format < 1:
+        raise DataDirectoryError(f"{path / FORMAT} names a format that never was: {stamp.format}")
+    return stamp
+
+
+def _write_stamp(root_fd: int, stamp: Stamp) -> None:
+    """Whole or absent: a killed set-up leaves at most FORMAT.new, which the next one writes over."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = call("open", os.open, _NEW_FORMAT, flags, 0o600, dir_fd=root_fd)
+    try:
+        call("fchmod", os.fchmod, fd, 0o600)
+        text = msgspec.json.format(msgspec.json.encode(stamp)) + b"\n"
+        if call("write", os.write, fd, text) != len(text):
+            raise StorageError("write", "ENOSPC", Reason.DISK_FULL, f"{FORMAT} could not be written whole")
+        call("fsync", os.fsync, fd)
+    finally:
+        os.close(fd)
+    call("fchmod", os.fchmod, root_fd, 0o700)
+    call("rename", os.rename, _NEW_FORMAT, FORMAT, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    call("fsync", os.fsync, root_fd)
+
+
+def _flush_path(path: Path) -> None:
+    fd = call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        call("fsync", os.fsync, fd)
+    finally:
+        os.close(fd)
