@@ -1,0 +1,264 @@
+"""What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
+
+    supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
+                           SessionEnded, HostLimit, Shutdown
+    front -> supervisor    Ready, WorkerRecovered, ReplaceWorker, Drained
+
+[descriptors] travel with their message (SCM_RIGHTS). The end of the pair says that the other process is gone.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from tierkv.errors import TierkvError
+
+MAX_PACKET_BYTES = 65_536
+MAX_DESCRIPTORS = 4
+MAX_QUEUED = 4_096
+"""More than that unread, and no new session is opened: the front is stuck."""
+
+
+class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    pass
+
+
+class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that the front acts on, checked already."""
+
+    data_dir: str
+    socket_dir: str
+    host_bytes: int
+    nvme_bytes: int
+    slab_bytes: int
+    extent_bytes: int
+    seal_after_seconds: float
+    session_bytes: int
+    inflight_writes: int
+    inflight_reads: int
+    touch_seconds: float
+    metrics_port: int | None
+    metrics_host: str
+    log_level: str
+
+
+class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """First message to a front, with the generations descriptor. `host_limit_bytes` is what of the arena may be used
+    for now. Node time = `wall_zero` + (monotonic clock - `monotonic_zero`)."""
+
+    settings: FrontSettings
+    incarnation: int
+    supervisor_pid: int
+    front_restarts: int
+    host_limit_bytes: int
+    wall_zero: float
+    monotonic_zero: float
+
+
+class WorkerStarted(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """A storage worker is running; the descriptor is the front's end of its channel. `sends_rows`: it will report what
+    is on disk, which the front does not know yet."""
+
+    pid: int
+    restarts: int
+    sends_rows: bool
+
+
+class WorkerDied(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """waitpid said so: from now on nothing touches the slots it was given."""
+
+    pid: int
+    problem: str
+
+
+class SessionOpened(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """Sent before the client learns its token."""
+
+    token: bytes
+    pid: int
+    client: str
+    maps_arena: bool
+
+
+class SessionClosed(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """No new requests come from it; its process may still be copying."""
+
+    token: bytes
+
+
+class SessionEnded(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """Its process has ended, or said that it has no mapping any more: what it held is free."""
+
+    token: bytes
+
+
+class HostLimit(ControlMessage, frozen=True, kw_only=True, tag=True):
+    num_bytes: int
+    problem: str = ""
+
+
+class Shutdown(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """Stop taking requests, write what is dirty within the budget. A second one replaces the budget."""
+
+    budget_seconds: float
+
+
+class Ready(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The front's socket is bound: sessions may be granted."""
+
+
+class WorkerRecovered(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The storage worker has opened its index and told what is on disk."""
+
+    pid: int
+
+
+class ReplaceWorker(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The channel to this worker can't be used any more: end it, and start another."""
+
+    pid: int
+    problem: str
+
+
+class Drained(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """Last message of a front that was told to shut down."""
+
+    flushed_extents: int
+    flushed_bytes: int
+    dropped_extents: int
+    dropped_bytes: int
+
+
+AnyControlMessage = (
+    Begin
+    | WorkerStarted
+    | WorkerDied
+    | SessionOpened
+    | SessionClosed
+    | SessionEnded
+    | HostLimit
+    | Shutdown
+    | Ready
+    | WorkerRecovered
+    | ReplaceWorker
+    | Drained
+)
+
+_INT_BYTES = array.array("i").itemsize
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyControlMessage)
+
+
+class ControlFull(TierkvError):
+    """The other side has left so much unread that nothing more is queued for it."""
+
+
+class Control:
+    """One end. Never waits, but in `wait`. What the kernel does not take now is queued, and sent in order by `flush`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self.ended = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._queue)
+
+    def send(self, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
+        """The descriptors are copied: the caller keeps its own. Nothing is sent to a peer that is gone."""
+        if self.ended:
+            return
+        packet = _encoder.encode(message)
+        if not self._queue and self._try_send(packet, descriptors):
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            raise ControlFull(f"{len(self._queue)} control messages are unread")
+        self._queue.append((packet, tuple(os.dup(fd) for fd in descriptors)))
+
+    def send_now(self, message: ControlMessage) -> bool:
+        """Whether the kernel has taken it: the peer will read it before anything that is sent afterwards."""
+        return not self.ended and not self._queue and self._try_send(_encoder.encode(message), ())
+
+    def flush(self) -> None:
+        while self._queue:
+            packet, descriptors = self._queue[0]
+            if not self._try_send(packet, descriptors):
+                return
+            self._queue.popleft()
+            _close_all(descriptors)
+
+    def receive(self) -> tuple[AnyControlMessage, list[int]] | None:
+        """One message with its descriptors, which the caller owns; None when none is there, or `ended`."""
+        if self.ended:
+            return None
+        try:
+            packet, ancillary, _, _ = self._socket.recvmsg(
+                MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return None
+        except ConnectionResetError:
+            packet, ancillary = b"", []
+        if not packet:
+            self.ended = True
+            return None
+        return _decoder.decode(packet), _descriptors(ancillary)
+
+    def wait(self, timeout_seconds: float) -> tuple[AnyControlMessage, list[int]] | None:
+        """Like `receive`, waiting for it."""
+        deadline = time.monotonic() + timeout_seconds
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while (found := self.receive()) is None and not self.ended:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return None
+        return found
+
+    def close(self) -> None:
+        self.ended = True
+        self._socket.close()
+        for _, descriptors in self._queue:
+            _close_all(descriptors)
+        self._queue.clear()
+
+    def _try_send(self, packet: bytes, descriptors: Sequence[int]) -> bool:
+        try:
+            socket.send_fds(self._socket, [packet], list(descriptors))
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            return True  # the peer is gone, and so is what it should have heard; `ended` follows when it is read
+        return True
+
+
+def control_pair() -> tuple[Control, socket.socket]:
+    """(the supervisor's end, the front's socket, to be inherited)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Control(ours), theirs
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) // _INT_BYTES * _INT_BYTES])
+    return list(found)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
