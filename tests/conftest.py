@@ -1,0 +1,40 @@
+"""Every test ends with the ledger clean, and sees nothing of the settings of whoever runs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ledger import Holdings, left_over
+
+
+@pytest.fixture(scope="session")
+def runtime_dir() -> Iterator[Path]:
+    """XDG_RUNTIME_DIR of the tests: private, and short, because the path of a Unix socket may have 107 bytes only."""
+    path = Path(tempfile.mkdtemp(prefix="tkv"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_surroundings(runtime_dir: Path) -> Iterator[None]:
+    """No TIERKV_ variable, configuration file or running node of the user reaches a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in list(os.environ):
+            if variable.startswith("TIERKV_") and not variable.startswith("TIERKV_TEST_"):
+                patch.delenv(variable)
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
+        patch.setenv("XDG_CONFIG_HOME", str(runtime_dir / "no-config"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def ledger(runtime_dir: Path, own_surroundings: None) -> Iterator[None]:
+    before = Holdings.now(runtime_dir)
+    yield
+    assert left_over(before, runtime_dir) == [], "the test left something behind"
