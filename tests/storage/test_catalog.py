@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierkv.core.instructions import ExtentRow
+from tierkv.errors import BrokenInvariant
+from tierkv.storage.catalog import (
+    Applied,
+    Catalog,
+    Change,
+    DropRow,
+    IndexedFile,
+    IndexFailed,
+    Namespace,
+    PutRow,
+    Restamp,
+    TouchedRow,
+)
+
+STORE = "store-1"
+HOME = Namespace("ab" * 32, b"g" * 32, 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield fd
+    os.close(fd)
+
+
+def opened(folder: int, *, store_id: str = STORE, map_bytes: int = 2**20, discard: str = "") -> Catalog:
+    return Catalog(folder, store_id=store_id, map_bytes=map_bytes, discard=discard)
+
+
+def key_of(number: int) -> bytes:
+    return random.Random(number).randbytes(32)
+
+
+def value_of(number: int, *, blocks: int = 8) -> IndexedFile:
+    key = key_of(number)
+    row = ExtentRow(key, bytes(32), 0, key * blocks, 64, 8192, 1.0, 2.0, number)
+    return IndexedFile(row, inode=1_000 + number, changed_ns=5)
+
+
+def put(number: int, namespace: Namespace = HOME, *, blocks: int = 8) -> PutRow:
+    return PutRow(namespace.row_name(key_of(number)), value_of(number, blocks=blocks))
+
+
+def numbers_in(catalog: Catalog, prefix: bytes = b"") -> set[int]:
+    found = catalog.read(prefix)
+    assert not isinstance(found, IndexFailed), found
+    return {value.row.hits for value in found.values() if value is not None}
+
+
+def fill(folder: int, numbers: range) -> None:
+    with opened(folder) as catalog:
+        assert catalog.apply([put(number) for number in numbers]) == Applied(len(numbers))
+
+
+def test_rows_outlive_the_process_that_wrote_them(folder: int) -> None:
+    fill(folder, range(20))
+    with opened(folder) as catalog:
+        assert not catalog.is_rebuilt
+        assert numbers_in(catalog) == set(range(20))
+        assert catalog.count() == 20
+
+
+def test_a_prefix_selects_a_namespace_and_a_folder_within_it(folder: int) -> None:
+    other = Namespace("ab" * 32, b"g" * 32, 2)
+    with opened(folder) as catalog:
+        catalog.apply([put(number) for number in range(50)] + [put(100, other)])
+        assert numbers_in(catalog, HOME.pack()) == set(range(50))
+        assert numbers_in(catalog, other.pack()) == {100}
+        first_byte = key_of(7)[:1]
+        in_folder = {number for number in range(50) if key_of(number)[:1] == first_byte}
+        assert numbers_in(catalog, HOME.pack() + first_byte) == in_folder
+        assert catalog.namespaces() == [HOME, other]
+
+
+def test_changes_are_made_in_their_order(folder: int) -> None:
+    name = put(1).name
+    with opened(folder) as catalog:
+        catalog.apply([put(1), DropRow(name), put(1), TouchedRow(name, last_used=9.0, hits=4), DropRow(put(2).name)])
+        found = catalog.read(name)
+        assert isinstance(found, dict)
+        value = found[name]
+        assert value is not None
+        assert (value.row.last_used, value.row.hits, value.changed_ns) == (9.0, 4, 5)
+
+
+def test_a_touch_restamps_only_the_row_of_the_file_that_was_touched(folder: int) -> None:
+    name = put(1).name
+    with opened(folder) as catalog:
+        for before, expected in ((4, 5), (5, 8)):
+            catalog.apply([put(1), TouchedRow(name, last_used=9.0, hits=4, restamp=Restamp(before, 8))])
+            found = catalog.read(name)
+            assert isinstance(found, dict)
+            value = found[name]
+            assert value is not None
+            assert value.changed_ns == expected
+
+
+def test_a_touch_of_an_unknown_row_makes_none(folder: int) -> None:
+    with opened(folder) as catalog:
+        assert catalog.apply([TouchedRow(put(1).name, last_used=9.0, hits=4)]) == Applied(1)
+        assert catalog.count() == 0
+
+
+def test_a_row_describes_only_the_file_it_was_learned_from(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    status = path.stat()
+    value = IndexedFile(value_of(1).row, status.st_ino, status.st_ctime_ns)
+    assert value.describes(status)
+    path.write_bytes(bytes(8191))
+    assert not value.describes(path.stat())
+    assert not IndexedFile(value.row, status.st_ino + 1, status.st_ctime_ns).describes(status)
+    assert not IndexedFile(value.row, status.st_ino, status.st_ctime_ns - 1).describes(status)
+
+
+def test_a_tiny_map_grows_until_every_row_is_in(folder: int) -> None:
+    with opened(folder, map_bytes=1) as catalog:
+        for start in range(0, 4_000, 500):
+            assert catalog.apply([put(number) for number in range(start, start + 500)]) == Applied(500)
+        assert catalog.count() == 4_000
+    with opened(folder, map_bytes=1) as catalog:
+        assert catalog.count() == 4_000
+        assert catalog.apply([put(number) for number in range(4_000, 4_500)]) == Applied(500)
+
+
+def test_a_huge_map_is_had_whole(folder: int) -> None:
+    for map_bytes in (2**31, 2**32 + 1, 2**39):
+        with opened(folder, map_bytes=map_bytes) as catalog:
+            assert catalog.apply([put(1)]) == Applied(1)
+            assert catalog.map_bytes >= map_bytes
+
+
+def test_a_map_that_memory_limits_refuse_costs_the_index_and_not_the_rows(folder: int) -> None:
+    fill(folder, range(3))
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**38, limit[1]))
+    try:
+        with opened(folder, map_bytes=2**39) as catalog:
+            assert isinstance(catalog.apply([put(4)]), IndexFailed)
+            assert "memory" in catalog.problem
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    fill(folder, range(3, 4))
+    with opened(folder) as catalog:
+        assert 3 in numbers_in(catalog)
+
+
+def test_growth_that_memory_limits_refuse_is_an_answer_and_the_rows_stay(folder: int) -> None:
+    with opened(folder, map_bytes=2**20) as catalog:
+        catalog.apply([put(number) for number in range(10)])
+        large = [put(number, blocks=1_000) for number in range(100, 300)]
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**20, limit[1]))
+        try:
+            assert isinstance(catalog.apply(large), IndexFailed)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+        assert numbers_in(catalog) == set(range(10))
+        assert catalog.apply(large) == Applied(200)
+
+
+@pytest.mark.parametrize("content", [b"x", b"x" * 5_000, b"\0" * 20_000, os.urandom(40_960)])
+def test_garbage_is_set_aside_and_replaced(folder: int, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "data.mdb").write_bytes(content)
+    with opened(folder) as catalog:
+        assert catalog.is_rebuilt
+        assert catalog.apply([put(1)]) == Applied(1)
+    assert (tmp_path / "damaged.mdb").read_bytes() == content
+    (tmp_path / "data.mdb").write_bytes(content[:1])
+    with opened(folder) as catalog:
+        assert catalog.count() == 0
+        assert sorted(os.listdir(tmp_path)) == ["OPENING", "damaged.mdb", "data.mdb"]
+
+
+def test_an_empty_file_is_a_new_index(folder: int, tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").touch()
+    with opened(folder) as catalog:
+        assert catalog.count() == 0
+
+
+def test_what_is_no_file_at_all_is_set_aside(folder: int, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    for make in (lambda path: path.symlink_to(elsewhere), os.mkfifo, os.mkdir):
+        make(tmp_path / "data.mdb")
+        with opened(folder) as catalog:
+            assert catalog.apply([put(1)]) == Applied(1)
+        os.unlink(tmp_path / "data.mdb")
+    assert elsewhere.read_bytes() == b"not ours"
+
+
+def test_truncation_at_every_page_is_noticed_before_the_file_is_mapped(folder: int, tmp_path: Path) -> None:
+    fill(folder, range(200))
+    whole = (tmp_path / "data.mdb").read_bytes()
+    assert len(whole) > 20 * 4096
+    for num_bytes in [*range(4096, len(whole), 4096), len(whole) - 1, 100]:
+        (tmp_path / "data.mdb").write_bytes(whole[:num_bytes])
+        with opened(folder) as catalog:
+            assert catalog.is_rebuilt
+            assert catalog.count() == 0
+    (tmp_path / "data.mdb").write_bytes(whole)
+    with opened(folder) as catalog:
+        assert numbers_in(catalog) == set(range(200))
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_an_index_that_was_left_in_order_is_never_taken_for_a_truncated_one(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """LMDB may leave its file shorter than its last page: values of many sizes that come and go bring that about."""
+    fd = os.open(tmp_path_factory.mktemp("index"), os.O_RDONLY | os.O_DIRECTORY)
+    random_numbers = random.Random(data.draw(st.integers()))
+    known: set[int] = set()
+    with opened(fd) as catalog:
+        for _ in range(6):
+            gone = set(random_numbers.sample(sorted(known), len(known) // 2))
+            new = set(random_numbers.sample(range(10_000), 40)) - known
+            changes: list[Change] = [DropRow(put(number).name) for number in gone]
+            changes += [put(number, blocks=random_numbers.choice([1, 8, 100, 600])) for number in new]
+            random_numbers.shuffle(changes)
+            catalog.apply(changes)
+            known = (known - gone) | new
+    with opened(fd) as catalog:
+        assert not catalog.is_rebuilt
+        assert numbers_in(catalog) == known
+    os.close(fd)
+
+
+def test_flipped_bytes_in_the_meta_pages_never_reach_the_caller(folder: int, tmp_path: Path) -> None:
+    fill(folder, range(5))
+    whole = (tmp_path / "data.mdb").read_bytes()
+    for offset in (10, 16, 20, 40, 4096 + 10, 4096 + 16, 4096 + 40):
+        raw = bytearray(whole)
+        raw[offset] ^= 0xFF
+        (tmp_path / "data.mdb").write_bytes(raw)
+        with opened(folder) as catalog:
+            assert catalog.count() == 0
+
+
+def test_an_opening_that_never_ended_sets_the_index_aside(folder: int, tmp_path: Path) -> None:
+    fill(folder, range(5))
+    (tmp_path / "OPENING").touch()
+    with opened(folder) as catalog:
+        assert catalog.is_rebuilt
+        assert catalog.count() == 0
+    assert not (tmp_path / "OPENING").exists()
+
+
+def test_the_supervisor_may_have_the_index_set_aside(folder: int) -> None:
+    fill(folder, range(5))
+    with opened(folder, discard="the worker died by SIGBUS") as catalog:
+        assert catalog.is_rebuilt
+        assert catalog.count() == 0
+
+
+def test_the_index_of_another_store_is_not_believed(folder: int) -> None:
+    fill(folder, range(5))
+    with opened(folder, store_id="store-2") as catalog:
+        assert catalog.is_rebuilt
+        assert catalog.count() == 0
+
+
+def test_the_index_of_another_schema_is_not_believed(folder: int, tmp_path: Path) -> None:
+    fill(folder, range(5))
+    with lmdb.open(str(tmp_path), lock=False, max_dbs=2) as env:
+        about = env.open_db(b"about")
+        with env.begin(db=about, write=True) as transaction:
+            transaction.put(b"schema", b"0")
+    with opened(folder) as catalog:
+        assert catalog.is_rebuilt
+        assert catalog.count() == 0
+
+
+def test_a_value_that_does_not_decode_is_shown_as_none(folder: int, tmp_path: Path) -> None:
+    fill(folder, range(5))
+    with lmdb.open(str(tmp_path), lock=False, max_dbs=2) as env:
+        rows = env.open_db(b"rows")
+        with env.begin(db=rows, write=True) as transaction:
+            transaction.put(put(3).name, b"\x91\xc0")
+            transaction.put(b"short", b"\x91\xc0")
+    with opened(folder) as catalog:
+        found = catalog.read(HOME.pack())
+        assert isinstance(found, dict)
+        assert [value is None for name, value in found.items() if name == put(3).name] == [True]
+        assert len(found) == 5
+        assert catalog.namespaces() == [HOME]
+        assert catalog.apply([TouchedRow(put(3).name, last_used=1.0, hits=1)]) == Applied(1)
+        assert numbers_in(catalog) == {0, 1, 2, 4}
+
+
+def test_an_index_that_cannot_be_made_answers_and_is_tried_again(tmp_path: Path) -> None:
+    gone = tmp_path / "index"
+    gone.mkdir()
+    fd = os.open(gone, os.O_RDONLY | os.O_DIRECTORY)
+    gone.rmdir()
+    with opened(fd) as catalog:
+        assert isinstance(catalog.apply([put(1)]), IndexFailed)
+        assert isinstance(catalog.read(b""), IndexFailed)
+        assert isinstance(catalog.count(), IndexFailed)
+        assert catalog.problem
+        assert catalog.file_bytes() == 0
+    os.close(fd)
+
+
+def test_a_forked_child_may_not_use_it(folder: int) -> None:
+    with opened(folder) as catalog:
+        catalog.apply([put(1)])
+        child = os.fork()
+        if child == 0:
+            try:
+                catalog.count()
+            except BrokenInvariant:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert catalog.count() == 1
+
+
+def test_rows_survive_a_kill_in_the_middle_of_writing(folder: int, tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {os.getcwd()!r})
+from tests.storage.test_catalog import opened, put
+fd = os.open({str(tmp_path)!r}, os.O_RDONLY | os.O_DIRECTORY)
+catalog = opened(fd, map_bytes=1)
+catalog.finish_opening()
+for start in range(0, 100_000, 20):
+    catalog.apply([put(number) for number in range(start, start + 20)])
+    print(start + 20, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            applied = int(line)
+            if applied >= 400:
+                process.kill()
+                break
+    with opened(folder) as catalog:
+        assert not catalog.is_rebuilt
+        assert numbers_in(catalog) >= set(range(applied))
+
+
+def test_the_room_it_takes_is_known(folder: int, tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"x" * 50_000)
+    with opened(folder) as catalog:
+        assert catalog.file_bytes() >= 50_000 + 2 * 4096

@@ -1,0 +1,373 @@
+"""The index: LMDB rows that spare the start from reading every file's header. The files are the truth.
+
+    name    fingerprint 32 | group 32 | rank u16 | extent key 32        98 bytes, big-endian, so one folder is one range
+    value   MessagePack [ExtentRow, inode, changed_ns]
+
+`inode` and `changed_ns` (the status-change time) are the stamp of the file that the row describes. A row is believed
+only where the stamp and the size are those of the file that is there now. So it does not matter which changes were lost
+with the index, or came to it late: a row that belongs to an earlier file of the same name is found out by one stat.
+
+One process opens the index, one thread at a time works in it (a lock sees to that), and LMDB's own locking is off:
+there are no reader slots to leak, and no lock file to be damaged. Reads and writes are short transactions.
+
+Whatever is wrong with the index, it is set aside (one older one is kept) and an empty one takes its place: a file that
+LMDB refuses, another row schema, another store's, one that is shorter than its meta page says (mapping it would end in
+SIGBUS), and one whose opening did not come to its end the last time: the file OPENING lies beside it from before LMDB
+opens it until every row has been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+import lmdb
+import msgspec
+
+from tierkv.core.instructions import ExtentRow
+from tierkv.core.keys import KEY_BYTES
+from tierkv.errors import BrokenInvariant
+from tierkv.storage.index_file import ENVIRONMENT, exists, extend_to, find_flaw
+
+log = logging.getLogger(__name__)
+
+ROW_SCHEMA = b"1"
+SET_ASIDE = "damaged.mdb"
+OPENING = "OPENING"
+MAX_MAP_BYTES = 2**40
+
+_NAME = struct.Struct(">32s32sH32s")
+_NAMESPACE = struct.Struct(">32s32sH")
+_MIN_MAP_BYTES = 64 * 1024
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Namespace:
+    """One shard's share: a folder of extents."""
+
+    fingerprint: str
+    group: bytes
+    rank: int
+
+    def pack(self) -> bytes:
+        """The first 66 bytes of the names of its rows. Raises ValueError for a fingerprint that isn't one."""
+        return _NAMESPACE.pack(bytes.fromhex(self.fingerprint), self.group, self.rank)
+
+    def row_name(self, key: bytes) -> bytes:
+        return self.pack() + key
+
+    @classmethod
+    def unpack(cls, row_name: bytes) -> Namespace:
+        fingerprint, group, rank = _NAMESPACE.unpack_from(row_name)
+        return cls(fingerprint.hex(), group, rank)
+
+
+class IndexedFile(msgspec.Struct, frozen=True, array_like=True):
+    """What the index knows of one file, and the stamp of the file it was learned from."""
+
+    row: ExtentRow
+    inode: int
+    changed_ns: int
+
+    def describes(self, status: os.stat_result) -> bool:
+        return (self.inode, self.changed_ns, self.row.file_bytes) == (
+            status.st_ino,
+            status.st_ctime_ns,
+            status.st_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PutRow:
+    name: bytes
+    value: IndexedFile
+
+
+@dataclass(frozen=True, slots=True)
+class DropRow:
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Restamp:
+    """A file's status-change time before and after its mtime was set: a row that had the one gets the other."""
+
+    before_ns: int
+    after_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TouchedRow:
+    """New last use and hits of a row, where there is one."""
+
+    name: bytes
+    last_used: float
+    hits: int
+    restamp: Restamp | None = None
+
+
+Change = PutRow | DropRow | TouchedRow
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFailed:
+    """The index did not do it. That costs time only: a file without a row has its header read at the next start."""
+
+    problem: str
+
+
+class Catalog:
+    """The opened index. Constructing it never fails: an index that can't be had (a full disk) answers IndexFailed, and
+    every later call tries to open it again."""
+
+    def __init__(self, folder_fd: int, *, store_id: str, map_bytes: int, discard: str = "") -> None:
+        """`folder_fd` is the index folder, which stays open as long as this. `discard` is why what is there shall not
+        be opened, if so (the process that opened it last died of it)."""
+        self._folder_fd = folder_fd
+        self._store_id = store_id.encode()
+        self._map_bytes = -(-max(map_bytes, _MIN_MAP_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._env: lmdb.Environment | None = None
+        self._rows: lmdb._Database | None = None
+        self._decode = msgspec.msgpack.Decoder(IndexedFile).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self.is_rebuilt = False
+        self.problem = ""
+        self._begin(discard)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- opening
+
+    def _begin(self, discard: str) -> None:
+        try:
+            unfinished = exists(OPENING, self._folder_fd)
+            os.close(os.open(OPENING, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=self._folder_fd))
+        except OSError as error:
+            log.warning("the index can't be marked as being opened: %s", error)
+            unfinished = False
+        if unfinished and not discard:
+            discard = "its last opening did not come to an end"
+        self._open(discard)
+
+    def finish_opening(self) -> None:
+        """Every row that will be read at this start has been read, and this process has lived through it."""
+        with contextlib.suppress(OSError):  # at worst the index is rebuilt once more
+            os.unlink(OPENING, dir_fd=self._folder_fd)
+
+    def _open(self, discard: str = "") -> None:
+        """Open what is there, or set it aside and open an empty one. On failure `problem` says why."""
+        self.problem = ""
+        try:
+            flaw = discard or find_flaw(self._folder_fd) or self._try_open()
+            if flaw:
+                self._set_aside(flaw)
+                self.problem = self._try_open()
+        except (OSError, lmdb.Error) as error:
+            self._drop_environment()
+            self.problem = str(error)
+        if self.problem:
+            log.warning("there is no index for now: %s", self.problem)
+
+    def _try_open(self) -> str:
+        """What is wrong with the environment; empty if it is open now. Raises OSError, and lmdb.Error of the system."""
+        is_new = not exists(ENVIRONMENT, self._folder_fd)
+        path = f"/proc/self/fd/{self._folder_fd}"
+        flaw = ""
+        try:
+            self._env = lmdb.open(path, map_size=self._map_bytes, max_dbs=2, mode=0o600, lock=False)
+            flaw = self._check_owner(self._env)
+        except lmdb.Error as error:
+            self._drop_environment()
+            if _is_of_the_system(error):
+                raise
+            flaw = str(error)
+        if flaw:
+            self._drop_environment()
+        self.is_rebuilt = self.is_rebuilt or is_new
+        return flaw
+
+    def _check_owner(self, env: lmdb.Environment) -> str:
+        about = env.open_db(b"about")
+        self._rows = env.open_db(b"rows")
+        wanted = {b"schema": ROW_SCHEMA, b"store": self._store_id}
+        with env.begin(db=about) as transaction:
+            found = {name: transaction.get(name) for name in wanted}
+        if any(value is not None for value in found.values()):
+            return "" if found == wanted else f"it is of schema {found[b'schema']!r} and store {found[b'store']!r}"
+        with env.begin(db=about, write=True) as transaction:
+            for name, value in wanted.items():
+                transaction.put(name, value)
+        return ""
+
+    def _set_aside(self, flaw: str) -> None:
+        self._drop_environment()
+        self.is_rebuilt = True
+        if exists(ENVIRONMENT, self._folder_fd):
+            log.warning("the index is set aside and will be rebuilt: %s", flaw)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(SET_ASIDE, dir_fd=self._folder_fd)  # also where a folder is to take its place
+            os.rename(ENVIRONMENT, SET_ASIDE, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+
+    def _drop_environment(self) -> None:
+        env, self._env, self._rows = self._env, None, None
+        if env is not None:
+            env.close()
+
+    # ---------------------------------------------------------------- reading
+
+    def read(self, prefix: bytes) -> dict[bytes, IndexedFile | None] | IndexFailed:
+        """The rows whose name begins with `prefix`, by name, in order; None for a value that does not decode."""
+        return self._attempt(lambda env: dict(self._scan(env, prefix)))
+
+    def _scan(self, env: lmdb.Environment, prefix: bytes) -> Iterator[tuple[bytes, IndexedFile | None]]:
+        with env.begin(db=self._rows) as transaction, transaction.cursor() as cursor:
+            if not cursor.set_range(prefix):
+                return
+            for name, value in cursor:
+                if not name.startswith(prefix):
+                    return
+                try:
+                    yield name, self._decode(value)
+                except msgspec.DecodeError:
+                    yield name, None
+
+    def namespaces(self) -> list[Namespace] | IndexFailed:
+        """Those that have rows, found by skipping from one to the next."""
+        return self._attempt(lambda env: list(self._skip_through(env)))
+
+    def _skip_through(self, env: lmdb.Environment) -> Iterator[Namespace]:
+        with env.begin(db=self._rows) as transaction, transaction.cursor() as cursor:
+            found = cursor.first()
+            while found:
+                name = cursor.key()
+                if len(name) == _NAME.size:
+                    yield Namespace.unpack(name)
+                found = cursor.set_range(name[: _NAMESPACE.size] + b"\xff" * (KEY_BYTES + 1))
+
+    def count(self) -> int | IndexFailed:
+        def entries(env: lmdb.Environment) -> int:
+            with env.begin(db=self._rows) as transaction:
+                return int(transaction.stat(self._rows)["entries"])
+
+        return self._attempt(entries)
+
+    @property
+    def map_bytes(self) -> int:
+        """How far the index may grow before its map does."""
+        return 0 if self._env is None else int(self._env.info()["map_size"])
+
+    def file_bytes(self) -> int:
+        """What the index takes on disk, one that was set aside included."""
+        total = 0
+        for name in (ENVIRONMENT, SET_ASIDE):
+            with contextlib.suppress(OSError):
+                total += os.stat(name, dir_fd=self._folder_fd, follow_symlinks=False).st_blocks * 512
+        return total
+
+    # ---------------------------------------------------------------- writing
+
+    def apply(self, changes: Sequence[Change]) -> Applied | IndexFailed:
+        """Make `changes`, in their order, all or none, durably. The map grows as it must."""
+        return self._attempt(lambda env: self._apply(env, changes))
+
+    def _apply(self, env: lmdb.Environment, changes: Sequence[Change]) -> Applied:
+        with env.begin(db=self._rows, write=True) as transaction:
+            for change in changes:
+                match change:
+                    case PutRow(name, value):
+                        transaction.put(name, self._encode(value))
+                    case DropRow(name):
+                        transaction.delete(name)
+                    case TouchedRow():
+                        self._touch(transaction, change)
+        extend_to(self._folder_fd, (env.info()["last_pgno"] + 1) * env.stat()["psize"])
+        return Applied(len(changes))
+
+    def _touch(self, transaction: lmdb.Transaction, touched: TouchedRow) -> None:
+        raw = transaction.get(touched.name)
+        if raw is None:
+            return
+        try:
+            known = self._decode(raw)
+        except msgspec.DecodeError:
+            transaction.delete(touched.name)
+            return
+        row = msgspec.structs.replace(known.row, last_used=touched.last_used, hits=touched.hits)
+        changed_ns = known.changed_ns
+        if touched.restamp is not None and touched.restamp.before_ns == changed_ns:
+            changed_ns = touched.restamp.after_ns
+        transaction.put(touched.name, self._encode(IndexedFile(row, known.inode, changed_ns)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop_environment()
+            self.finish_opening()
+
+    # ---------------------------------------------------------------- failing
+
+    def _attempt(self, work: Callable[[lmdb.Environment], Answer]) -> Answer | IndexFailed:
+        """Do `work` in the environment; grow, reopen or replace it as its errors demand."""
+        if os.getpid() != self._pid:
+            raise BrokenInvariant("the index is used in a forked child of the process that opened it")
+        with self._lock:
+            if self._env is None:
+                self._open()
+            while self._env is not None:
+                try:
+                    return work(self._env)
+                except lmdb.MapFullError:
+                    self._grow(self._env)
+                except lmdb.Error as error:
+                    if _is_of_the_system(error):
+                        self._drop_environment()  # opened again, and looked at again, by the next call
+                    else:
+                        self._open(discard=str(error))
+                    return IndexFailed(str(error))
+                except OSError as error:
+                    return IndexFailed(str(error))
+            return IndexFailed(self.problem)
+
+    def _grow(self, env: lmdb.Environment) -> None:
+        """Twice the map. No transaction is open: the one that found it full has been aborted, and others wait."""
+        wanted = 2 * int(env.info()["map_size"])
+        try:
+            if wanted > MAX_MAP_BYTES:
+                raise lmdb.Error(f"the index would grow beyond {MAX_MAP_BYTES} bytes")
+            env.set_mapsize(wanted)
+            self._map_bytes = wanted
+            log.info("the index may grow to %d bytes now", wanted)
+        except lmdb.Error as error:
+            # The old map is gone already, so that the environment is of no use. It is opened again by the next call.
+            self._drop_environment()
+            self.problem = f"the map can't grow to {wanted} bytes: {error}"
+
+
+def _is_of_the_system(error: lmdb.Error) -> bool:
+    """Of the disk or of memory, and not of what is in the file: an errno that lmdb has a name for, or (the plain class)
+    has none for. PanicError is how LMDB refuses to go on after a failed write; what was committed before is whole."""
+    return type(error) is lmdb.Error or isinstance(
+        error, lmdb.DiskError | lmdb.MemoryError | lmdb.ReadonlyError | lmdb.LockError | lmdb.PanicError
+    )
