@@ -163,7 +163,7 @@ class ControlFull(TierkvError):
 
 
 class Control:
-    """One end. Never waits, but in `wait`. What the kernel does not take now is queued, and sent in order by `flush`."""
+    """One end; it waits only in `wait`. What the kernel does not take now is queued, and sent by `flush` in order."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
