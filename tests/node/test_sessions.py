@@ -1,0 +1,390 @@
+"""Real sockets and real processes; the clock is ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from tierkv.node import sessions as sessions_module
+from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only
+from tierkv.node.sessions import Asked, Ended, Event, HungUp, Memory, Sessions
+from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions
+from tierkv.wire.messages import PROTOCOL_VERSION
+from tierkv.wire.session import AnySessionMessage, Detach, SessionGrant, SessionHello, SessionMessage, SessionRefused
+
+INCARNATION = 7
+E = TypeVar("E", bound=Event)
+
+CONNECT_AND_WAIT = """
+import msgspec, os, socket, sys
+from tierkv.wire.session import SessionHello
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.connect(sys.argv[1])
+s.send(msgspec.msgpack.encode(SessionHello(protocol=1, client="engine")))
+s.recv(65536)
+print("in", flush=True)
+if sys.argv[2] == "close":
+    s.close()
+if sys.argv[2] == "fork" and os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.readline()
+os.kill(os.getpid(), 9)
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Served:
+    """A session socket with the supervisor's part played: every hello is granted."""
+
+    def __init__(self, folder: Path) -> None:
+        claim_socket_folder(folder)
+        self.path = str(folder / "session.sock")
+        self.folder = folder
+        self.clock = Clock()
+        self.sessions = Sessions(listen_for_sessions(folder), clock=self.clock)
+        self.arena = make_arena(2**20)
+        self.generations = make_generations(2**20)
+        self.read_only = open_read_only(self.generations.fd)
+        self.memory = Memory(
+            incarnation=INCARNATION,
+            endpoint="ipc://x",
+            data_dir="/data",
+            arena_fd=self.arena.fd,
+            arena_bytes=self.arena.num_bytes,
+            generations_fd=self.read_only,
+            page_bytes=PAGE_BYTES,
+        )
+        self.events: list[Event] = []
+
+    def close(self) -> None:
+        self.sessions.close()
+        self.arena.close()
+        self.generations.close()
+        os.close(self.read_only)
+
+    def connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        client.settimeout(5)
+        client.connect(self.path)
+        return client
+
+    def until(self, kind: type[E], *, grants: bool = True) -> E:
+        """The next event of this kind, granting what asks on the way."""
+        poll = select.poll()
+        poll.register(self.sessions.fileno(), select.POLLIN)
+        while poll.poll(5000):
+            for event in self.sessions.poll():
+                self.events.append(event)
+                if grants and isinstance(event, Asked):
+                    self.sessions.grant(event.knock, self.sessions.new_token(), self.memory)
+            for event in self.events:
+                if isinstance(event, kind):
+                    self.events.remove(event)
+                    return event
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def is_quiet(self) -> bool:
+        return not self.sessions.poll() and not self.events
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "node")
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def start(served: Served) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    started = []
+
+    def start(what: str) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CONNECT_AND_WAIT, served.path, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        started.append(child)
+        served.until(Asked)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"in\n"
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def let_die(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    child.wait(5)
+
+
+def say(client: socket.socket, message: SessionMessage) -> None:
+    client.send(msgspec.msgpack.encode(message))
+
+
+def hear(client: socket.socket) -> tuple[AnySessionMessage, list[int]]:
+    packet, descriptors, _, _ = socket.recv_fds(client, 65536, 4)
+    return msgspec.msgpack.decode(packet, type=AnySessionMessage), list(descriptors)
+
+
+def hello(**fields: object) -> SessionHello:
+    return msgspec.structs.replace(SessionHello(protocol=PROTOCOL_VERSION, client="test"), **fields)
+
+
+def test_a_process_of_ours_gets_a_token_and_both_memories(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        asked = served.until(Asked)
+        assert asked.knock.pid == os.getpid()
+        grant, descriptors = hear(client)
+        assert isinstance(grant, SessionGrant)
+        assert (grant.incarnation, len(grant.token), grant.arena_bytes) == (INCARNATION, 16, 2**20)
+        assert [os.fstat(fd).st_ino for fd in descriptors] == [
+            os.fstat(fd).st_ino for fd in (served.arena.fd, served.generations.fd)
+        ]
+        for fd in descriptors:
+            os.close(fd)
+    assert served.sessions.count(INCARNATION) == 1
+
+
+def test_an_operators_tool_gets_no_memory_and_its_socket_is_its_session(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello(maps_arena=False))
+        served.until(Asked)
+        grant, descriptors = hear(client)
+        assert isinstance(grant, SessionGrant)
+        assert descriptors == []
+        assert served.sessions.count(INCARNATION) == 0
+    assert served.until(Ended).session.token == grant.token
+    assert served.sessions.num_sessions == 0
+
+
+def test_tokens_differ_between_sessions_of_one_process(served: Served) -> None:
+    with served.connect() as one, served.connect() as two:
+        for client in (one, two):
+            say(client, hello(maps_arena=False))
+            served.until(Asked)
+        tokens = {hear(client)[0].token for client in (one, two)}  # type: ignore[union-attr]
+    assert len(tokens) == 2
+
+
+def test_the_end_of_the_socket_ends_no_session_whose_process_lives(
+    served: Served, start: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    child = start("close")
+    served.until(HungUp)
+    assert served.is_quiet()
+    assert served.sessions.count(INCARNATION) == 1
+    let_die(child)
+    assert served.until(Ended).session.pid == child.pid
+    assert served.sessions.count(INCARNATION) == 0
+
+
+def test_a_killed_process_has_ended_even_while_a_forked_child_holds_its_socket(
+    served: Served, start: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    child = start("fork")
+    let_die(child)
+    assert served.until(Ended).session.pid == child.pid
+    assert not any(isinstance(event, HungUp) for event in served.events)
+
+
+def test_without_a_pidfd_a_session_stays_until_it_says_that_it_is_done(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "_open_pidfd", lambda _sock, _pid: None)
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+    served.until(HungUp)
+    assert served.is_quiet()
+    assert served.sessions.count(INCARNATION) == 1
+
+
+def test_a_pidfd_is_had_by_number_where_the_socket_has_none(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_SO_PEERPIDFD", 9999)
+    with served.connect() as client:
+        say(client, hello())
+        knock = served.until(Asked).knock
+        assert knock.pidfd is not None
+        fields = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{knock.pidfd}").read_text().splitlines())
+        assert int(fields["Pid"]) == os.getpid()
+
+
+def test_detach_ends_a_session_whose_process_goes_on(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+        say(client, Detach(incarnation=INCARNATION))
+        assert served.until(Ended).session.pid == os.getpid()
+        assert client.recv(1000)  # the grant
+        assert client.recv(1000) == b""
+
+
+def test_a_detach_of_another_incarnation_ends_nothing(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+        say(client, Detach(incarnation=INCARNATION + 1))
+        served.until(HungUp)
+        assert served.sessions.count(INCARNATION) == 1
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\0" * 500, b"\xc1", msgspec.msgpack.encode(Detach(incarnation=1))],
+)
+def test_anything_but_a_hello_is_refused_and_closed(served: Served, packet: bytes) -> None:
+    with served.connect() as client:
+        client.send(packet)
+        served.sessions.poll()
+        served.sessions.poll()
+        refusal, _ = hear(client)
+        assert isinstance(refusal, SessionRefused)
+        assert refusal.code == "malformed"
+        assert client.recv(1000) == b""
+
+
+@pytest.mark.parametrize("protocol", [0, 2])
+def test_another_protocol_version_is_refused_by_name(served: Served, protocol: int) -> None:
+    with served.connect() as client:
+        say(client, hello(protocol=protocol))
+        served.sessions.poll()
+        served.sessions.poll()
+        refusal, _ = hear(client)
+        assert isinstance(refusal, SessionRefused)
+        assert refusal.code == "protocol_version"
+
+
+def test_another_user_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.sessions, "_uid", os.getuid() + 1)
+    with served.connect() as client:
+        served.sessions.poll()
+        refusal, _ = hear(client)
+        assert isinstance(refusal, SessionRefused)
+        assert refusal.code == "wrong_user"
+
+
+def test_who_connects_and_says_nothing_is_dropped(served: Served) -> None:
+    with served.connect() as client:
+        served.sessions.poll()
+        assert served.sessions.next_deadline() == 105.0
+        served.clock.now = 104.9
+        served.sessions.expire()
+        served.clock.now = 105.0
+        served.sessions.expire()
+        assert client.recv(1000) == b""
+        assert served.sessions.next_deadline() is None
+
+
+def test_a_flood_of_silent_connections_locks_nobody_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_KNOCKS", 4)
+    silent = [served.connect() for _ in range(20)]
+    served.sessions.poll()
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+        assert isinstance(hear_grant(client), SessionGrant)
+    for other in silent:
+        other.close()
+
+
+def hear_grant(client: socket.socket) -> AnySessionMessage:
+    message, descriptors = hear(client)
+    for fd in descriptors:
+        os.close(fd)
+    return message
+
+
+def test_sessions_are_capped_with_a_named_refusal(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 1)
+    with served.connect() as one, served.connect() as two:
+        say(one, hello())
+        served.until(Asked)
+        hear_grant(one)
+        say(two, hello())
+        served.sessions.poll()
+        served.sessions.poll()
+        refusal, _ = hear(two)
+        assert isinstance(refusal, SessionRefused)
+        assert refusal.code == "too_many_sessions"
+
+
+def test_without_a_descriptor_to_accept_with_it_waits_and_does_not_spin(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Exhausted:
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        def close(self) -> None:
+            listener.close()
+
+    listener = served.sessions._listener
+    assert listener is not None
+    with served.connect() as client:
+        monkeypatch.setattr(served.sessions, "_listener", Exhausted())
+        served.sessions.poll()
+        poll = select.poll()
+        poll.register(served.sessions.fileno(), select.POLLIN)
+        assert poll.poll(0) == []
+        assert served.sessions.next_deadline() == 100.5
+        monkeypatch.setattr(served.sessions, "_listener", listener)
+        served.clock.now = 101.0
+        served.sessions.expire()
+        say(client, hello())
+        served.until(Asked)
+
+
+def test_a_stopping_node_answers_who_is_waiting_and_accepts_nobody(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked, grants=False)
+        served.sessions.stop_accepting()
+        refusal, _ = hear(client)
+        assert isinstance(refusal, SessionRefused)
+        assert refusal.code == "shutting_down"
+        with pytest.raises(ConnectionRefusedError):
+            served.connect()
+
+
+def test_a_listener_whose_file_was_deleted_is_replaced(served: Served) -> None:
+    os.unlink(served.path)
+    served.sessions.replace_listener(listen_for_sessions(served.folder))
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+
+
+def test_who_left_before_the_answer_is_not_waiting_any_more(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        knock = served.until(Asked, grants=False).knock
+        assert served.sessions.is_waiting(knock)
+    served.sessions.poll()
+    assert not served.sessions.is_waiting(knock)
+    assert served.sessions.num_sessions == 0
