@@ -8,7 +8,7 @@ error is a ConfigError that names the field and says what to write.
 
 from tierkv.config.machine import Machine, cgroup_limit
 from tierkv.config.settings import Settings, machine_defaults, nvme_room
-from tierkv.config.sizes import GiB, KiB, MiB, TiB, format_size, parse_size
+from tierkv.config.sizes import GiB, KiB, MiB, TiB, format_size, human_size, parse_size
 from tierkv.config.sources import Effective, find_file, load, option_name, variable_name
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "variable_name",
     "parse_size",
     "format_size",
+    "human_size",
     "KiB",
     "MiB",
     "GiB",

@@ -23,7 +23,7 @@ from tierkv.config.parsers import (
     parse_switch,
     whole,
 )
-from tierkv.config.sizes import GiB, MiB, format_size, parse_size
+from tierkv.config.sizes import GiB, MiB, format_size, human_size, parse_size
 from tierkv.errors import ConfigError
 from tierkv.wire.socket_directory import default_socket_dir, excess_bytes
 
@@ -168,13 +168,13 @@ class Settings(BaseModel):
         if self.host_bytes > machine.limit_bytes:
             raise ConfigError(
                 "host_bytes",
-                f"{_both(self.host_bytes)} is more than {machine.limit_name}, {_both(machine.limit_bytes)}; "
+                f"{_words(self.host_bytes)} is more than {machine.limit_name}, {_words(machine.limit_bytes)}; "
                 f"write less, and leave room for the engines",
             )
         if self.host_bytes < self.slab_bytes:
             raise ConfigError(
                 "host_bytes",
-                f"{_both(self.host_bytes)} is less than one slab (slab_bytes, {_both(self.slab_bytes)}); "
+                f"{_words(self.host_bytes)} is less than one slab (slab_bytes, {_words(self.slab_bytes)}); "
                 f"write more, or a smaller slab_bytes",
             )
         if self.nvme_bytes is not None:
@@ -198,7 +198,7 @@ class Settings(BaseModel):
         if nvme_bytes < self.extent_bytes:
             raise ConfigError(
                 "nvme_bytes",
-                f"{_both(nvme_bytes)} is less than one extent (extent_bytes, {_both(self.extent_bytes)}); "
+                f"{_words(nvme_bytes)} is less than one extent (extent_bytes, {_words(self.extent_bytes)}); "
                 f"write more, or a smaller extent_bytes",
             )
 
@@ -213,12 +213,10 @@ def _require_pages(name: str, num_bytes: int) -> None:
         raise ConfigError(name, f"{format_size(num_bytes)} isn't a multiple of 4KiB; write one, like 64MiB")
 
 
-def _both(num_bytes: int) -> str:
-    """For people, with the exact number where the rounded one would hide a difference."""
+def _words(num_bytes: int) -> str:
+    """For people: as it would be written where that is short, else rounded."""
     exact = format_size(num_bytes)
-    if exact != str(num_bytes):
-        return exact
-    return f"{num_bytes / GiB:.2f}GiB" if num_bytes >= GiB else f"{num_bytes} bytes"
+    return exact if exact != str(num_bytes) and len(exact) <= 7 else human_size(num_bytes)
 
 
 def nvme_room(settings: Settings, *, free_bytes: int, own_bytes: int) -> tuple[int, str]:
@@ -233,8 +231,8 @@ def nvme_room(settings: Settings, *, free_bytes: int, own_bytes: int) -> tuple[i
     if real >= settings.nvme_bytes:
         return settings.nvme_bytes, ""
     return real, (
-        f"nvme_bytes is {_both(settings.nvme_bytes)}, but the disk has room for {_both(real)} with "
-        f"{_both(settings.nvme_reserve_bytes)} kept free (nvme_reserve_bytes): using that"
+        f"nvme_bytes is {_words(settings.nvme_bytes)}, but the disk has room for {_words(real)} with "
+        f"{_words(settings.nvme_reserve_bytes)} kept free (nvme_reserve_bytes): using that"
     )
 
 

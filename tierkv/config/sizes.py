@@ -16,7 +16,7 @@ _UNITS = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
 }
-_SIZE = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
+_SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,20})?) ?(?P<unit>[A-Za-z]*)")
 _HOW_TO_WRITE_SIZES = 'write a size like "512MiB", "4GiB" or "10GB", or whole bytes'
 
 
@@ -47,6 +47,14 @@ def format_size(num_bytes: int) -> str:
         if num_bytes and num_bytes % factor == 0:
             return f"{num_bytes // factor}{unit}"
     return str(num_bytes)
+
+
+def human_size(num_bytes: int) -> str:
+    """For people: one decimal, the largest binary unit that leaves a number of at least 1. "23.5 GiB", "512 B"."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def _nearest_unit(unit: str) -> str:

@@ -131,5 +131,6 @@ def _line_of(name: str, text: str) -> int:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_tail = {one.removeprefix(ENV_PREFIX): one for one in known}  # a prefix they all share says nothing
+    close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), by_tail, n=1, cutoff=0.5)
+    return f"; did you mean {by_tail[close[0]]}?" if close else ""

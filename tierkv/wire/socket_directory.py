@@ -52,6 +52,9 @@ def excess_bytes(socket_dir: Path) -> int:
 
 
 def _roots(environ: Mapping[str, str]) -> list[Path]:
-    fallback = Path("/tmp") / f"tierkv-{os.getuid()}"
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    return [Path(runtime), fallback] if os.path.isabs(runtime) else [fallback]
+    return [Path(runtime), _fallback()] if os.path.isabs(runtime) else [_fallback()]
+
+
+def _fallback() -> Path:
+    return Path("/tmp") / f"tierkv-{os.getuid()}"

@@ -1,0 +1,197 @@
+"""What each setting accepts, what it is when nobody sets it, and what is said when it can't be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.machines import machine
+from tierkv.config import GiB, KiB, Machine, MiB, Settings, nvme_room
+from tierkv.errors import ConfigError
+
+
+def settings(on: Machine | None = None, **given: object) -> Settings:
+    return Settings.model_validate(given, context={"machine": on or machine()})
+
+
+def refusal(on: Machine | None = None, **given: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        settings(on, **given)
+    return caught.value
+
+
+def test_nothing_given_is_a_node_in_memory_only():
+    found = settings()
+    assert found.data_dir is None
+    assert found.nvme_bytes is None
+    assert found.nvme_reserve_bytes == 0
+    assert found.metrics_port is None
+    assert found.socket_dir == Path("/run/user/7/tierkv/memory")
+
+
+def test_host_memory_is_a_quarter_of_what_the_machine_or_the_control_group_has():
+    assert settings().host_bytes == 8 * GiB
+    assert settings(machine(cgroup_bytes=2 * GiB)).host_bytes == 512 * MiB
+
+
+def test_a_session_may_hold_half_of_host_memory():
+    assert settings(host_bytes="1GiB").session_bytes == 512 * MiB
+    assert settings(host_bytes="1GiB", session_bytes="64MiB").session_bytes == 64 * MiB
+
+
+def test_the_reserve_is_a_twentieth_of_the_file_system_but_not_more_than_10_gib():
+    assert settings(data_dir="/d").nvme_reserve_bytes == 10 * GiB
+    assert settings(machine(disk_bytes=100 * GiB), data_dir="/d").nvme_reserve_bytes == 5 * GiB
+    assert settings(data_dir="/d", nvme_reserve_bytes=0).nvme_reserve_bytes == 0
+
+
+def test_the_socket_directory_follows_the_real_path_of_the_data_directory(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "alias").symlink_to("real")
+    real, alias = settings(data_dir=tmp_path / "real"), settings(data_dir=tmp_path / "alias")
+    assert real.socket_dir == alias.socket_dir
+    assert real.socket_dir != settings(data_dir=tmp_path / "other").socket_dir
+    assert alias.data_dir == tmp_path / "alias"  # the storage layer refuses it, by its own name
+
+
+def test_nodes_without_a_data_directory_are_told_apart_by_name():
+    assert settings(name="blue").socket_dir != settings(name="green").socket_dir
+
+
+def test_a_relative_data_directory_belongs_to_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert settings(data_dir="kv").data_dir == tmp_path / "kv"
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/u")
+    assert settings(data_dir="~/kv").data_dir == Path("/home/u/kv")
+
+
+def test_more_host_memory_than_the_machine_has_is_refused_with_both_numbers():
+    error = refusal(machine(memory_bytes=24 * GiB - 4 * KiB), host_bytes="64GiB")
+    assert error.field == "host_bytes"
+    assert "64GiB is more than the memory of this machine, 24.0 GiB" in error.problem
+
+
+def test_more_host_memory_than_the_control_group_allows_is_refused_with_both_numbers():
+    error = refusal(machine(cgroup_bytes=2 * GiB), host_bytes="3GiB")
+    assert error.field == "host_bytes"
+    assert "3GiB is more than the memory limit of this control group, 2GiB" in error.problem
+
+
+def test_host_memory_of_less_than_a_slab_is_refused():
+    assert refusal(host_bytes="1MiB").field == "host_bytes"
+    assert settings(host_bytes="1MiB", slab_bytes="1MiB").host_bytes == MiB
+
+
+@pytest.mark.parametrize("field", [name for name in Settings.model_fields if name.endswith("_bytes")])
+@pytest.mark.parametrize("wrong", ["-4GiB", "4Gib", "4 parsecs", "nan", "", -1, 1.5, True, []])
+def test_a_wrong_size_is_refused_by_the_name_of_its_field(field, wrong):
+    error = refusal(data_dir="/d", **{field: wrong})
+    assert error.field == field
+    assert "write" in error.problem
+
+
+@pytest.mark.parametrize("field", [name for name in Settings.model_fields if name.endswith(("_seconds", "_days"))])
+@pytest.mark.parametrize("wrong", ["-1", "10s", "nan", "inf", "", -0.5, float("nan"), float("inf"), 10**400, True, []])
+def test_a_wrong_duration_is_refused_by_the_name_of_its_field(field, wrong):
+    assert refusal(**{field: wrong}).field == field
+
+
+@pytest.mark.parametrize("field", ["seal_after_seconds", "touch_seconds"])
+def test_an_interval_of_0_is_refused(field):
+    assert refusal(**{field: 0}).field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("io_threads", 0),
+        ("io_threads", "four"),
+        ("inflight_writes", 0),
+        ("inflight_reads", 2.5),
+        ("metrics_port", 0),
+        ("metrics_port", 65_536),
+        ("metrics_port", "http"),
+        ("metrics_host", ""),
+        ("metrics_host", "http://here"),
+        ("direct_io", "on"),
+        ("log_level", "loud"),
+        ("huge_pages", "yes"),
+        ("huge_pages", 1),
+        ("name", "two words"),
+        ("name", "../up"),
+        ("data_dir", ""),
+        ("data_dir", "nul\0"),
+        ("data_dir", 5),
+        ("slab_bytes", 0),
+        ("slab_bytes", 4097),
+        ("index_map_bytes", 1),
+        ("extent_bytes", 10),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, wrong):
+    assert refusal(**{field: wrong}).field == field
+
+
+def test_no_room_on_nvme_with_a_data_directory_is_refused():
+    assert "leave data_dir out" in refusal(data_dir="/d", nvme_bytes=0).problem
+
+
+def test_room_on_nvme_without_a_data_directory_is_refused():
+    assert refusal(nvme_bytes="1GiB").field == "nvme_bytes"
+
+
+def test_less_room_on_nvme_than_an_extent_is_refused():
+    assert refusal(data_dir="/d", nvme_bytes="1MiB").field == "nvme_bytes"
+    assert settings(data_dir="/d", nvme_bytes="1MiB", extent_bytes="64KiB").nvme_bytes == MiB
+
+
+def test_a_socket_directory_whose_sockets_would_have_too_long_a_path_is_refused():
+    fits = "/" + "x" * (107 - len("/session.sock") - 1)
+    assert settings(socket_dir=fits).socket_dir == Path(fits)
+    error = refusal(socket_dir=fits + "x")
+    assert error.field == "socket_dir"
+    assert "1 bytes longer" in error.problem
+
+
+def test_a_runtime_directory_that_makes_the_default_too_long_names_socket_dir():
+    assert refusal(machine(environ={"XDG_RUNTIME_DIR": "/" + "x" * 90})).field == "socket_dir"
+
+
+def test_an_unknown_field_is_not_accepted_silently():
+    with pytest.raises(ValueError, match="hostbytes"):
+        settings(hostbytes=1)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        settings().name = "other"
+
+
+def test_the_disk_gives_less_than_asked_with_a_warning_that_has_both_numbers():
+    # 200 MiB with 120 MiB of other data: 80 MiB free, 20 MiB of which stay
+    asked = settings(data_dir="/d", nvme_bytes="150MiB", nvme_reserve_bytes="20MiB")
+    room, warning = nvme_room(asked, free_bytes=80 * MiB, own_bytes=0)
+    assert room == 60 * MiB
+    assert "150MiB" in warning
+    assert "60MiB" in warning
+
+
+def test_the_room_shrinks_while_other_data_grow_and_never_goes_below_0():
+    asked = settings(data_dir="/d", nvme_bytes="150MiB", nvme_reserve_bytes="20MiB")
+    assert nvme_room(asked, free_bytes=40 * MiB, own_bytes=30 * MiB)[0] == 50 * MiB
+    assert nvme_room(asked, free_bytes=5 * MiB, own_bytes=0)[0] == 0
+
+
+def test_what_was_asked_for_is_used_when_the_disk_has_it():
+    asked = settings(data_dir="/d", nvme_bytes="150MiB", nvme_reserve_bytes="20MiB")
+    assert nvme_room(asked, free_bytes=10 * GiB, own_bytes=0) == (150 * MiB, "")
+
+
+def test_without_a_size_most_of_what_is_free_is_used():
+    automatic = settings(data_dir="/d", nvme_reserve_bytes="1GiB")
+    assert nvme_room(automatic, free_bytes=100 * GiB, own_bytes=20 * GiB) == (100 * GiB, "")
+    assert nvme_room(automatic, free_bytes=2 * GiB, own_bytes=0) == (GiB, "")
