@@ -1,0 +1,407 @@
+"""One extent, one file: written whole or not at all, and read back only as what it was written as.
+
+    write    tmp/<unique> -> blocks straight from the arena, hashed beside -> header -> fdatasync -> rename
+    read     header against the tree -> blocks straight into the arena, hashed beside -> how many are proven
+
+A file is durable once the directories that `write_extent` names have been flushed, which the caller does for many
+files together. Operations on one extent must come one after the other; different extents need no order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from blake3 import blake3
+
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import Read, Write
+from tierkv.core.keys import count_keys
+from tierkv.core.reasons import Reason
+from tierkv.errors import BrokenInvariant, DamagedFile, ForeignFile, StorageError, UnknownFormat
+from tierkv.storage import transfer
+from tierkv.storage.directory import PAGE_BYTES, DataDirectory
+from tierkv.storage.extent_header import (
+    FoundExtent,
+    check_name,
+    load_extent,
+    load_header,
+    open_regular,
+    read_header,
+    read_header_at,
+)
+from tierkv.storage.format import (
+    CHECKSUM_BYTES,
+    PLAIN,
+    PREFIX_BYTES,
+    READERS,
+    Header,
+    decode_prefix,
+    describe_layout,
+    encode_header,
+    stored_bytes,
+)
+from tierkv.storage.names import TEMP, ExtentName, Parts
+from tierkv.storage.system_calls import Failure, call
+from tierkv.storage.transfer import PIECE_BYTES, BlockFile, mapped_pages
+
+__all__ = [
+    "write_extent",
+    "WrittenFile",
+    "read_blocks",
+    "ReadOutcome",
+    "read_header",
+    "read_header_at",
+    "FoundExtent",
+    "verify_file",
+    "Verified",
+    "remove_extent",
+]
+
+Deviation = StorageError | DamagedFile | UnknownFormat | ForeignFile
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """`file_bytes` lie under the extent's name; `flush` are the directories whose flush makes that durable."""
+
+    file_bytes: int
+    flush: tuple[Parts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """`valid` blocks, from the first asked for, are in their slots and proven; behind them slots hold anything.
+
+    Fewer than asked: `reason` and `problem` say why. `damaged`: the file is not what it should be and is to be set
+    aside; otherwise it stays (a passing error, a newer format, nothing of ours under that name). `failure` is there
+    when a call failed, for counting. `tokens` and `extras` are the header's, of the whole file; empty without a header.
+    """
+
+    valid: int
+    reason: Reason | None = None
+    problem: str = ""
+    damaged: bool = False
+    failure: Failure | None = None
+    tokens: bytes = b""
+    extras: dict[int, list[bytes]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`valid` of `blocks` are intact, counted from the first. The rest as in ReadOutcome."""
+
+    valid: int
+    blocks: int
+    file_bytes: int
+    reason: Reason | None = None
+    problem: str = ""
+    damaged: bool = False
+    failure: Failure | None = None
+
+
+# ---- writing
+
+
+def write_extent(
+    directory: DataDirectory,
+    arena: memoryview,
+    write: Write,
+    *,
+    identity: Identity,
+    reached: Callable[[str], None] = lambda stage: None,
+) -> WrittenFile | Failure:
+    """Write a sealed extent from its slots to its file, replacing a file of that name.
+
+    `identity` is that of the group. The slots must not change meanwhile. Bytes of the last page of a slot that are not
+    the block's are not written; zeros are. `reached` is told "temp_written", "before_rename" and "renamed", for tests
+    that kill a process there. A Failure leaves no file of ours behind, and an earlier file as it was.
+    """
+    name = ExtentName.of(write)
+    blocks = _blocks_to_write(arena, write)
+    try:
+        header = _header_of(write, identity)
+        encoded = encode_header(header)  # checked by the reader's own rules; checksums come when they are known
+    except DamagedFile as error:
+        return Failure(Reason(error.reason), "encode", "", error.problem)
+    try:
+        with _TempFile(directory) as temp:
+            payload = BlockFile(directory, temp.fd, len(encoded))
+            digests = transfer.write_blocks(payload, blocks, directory.hashers)
+            _write_header(
+                directory, temp.fd, msgspec.structs.replace(header, checksums=b"".join(digests)), len(encoded)
+            )
+            call("fdatasync", os.fdatasync, temp.fd)
+            reached("temp_written")
+            size = payload.offset
+            reached("before_rename")
+            temp.publish(name)
+            reached("renamed")
+    except StorageError as error:
+        return _write_failure(directory, error)
+    except UnknownFormat as error:
+        return Failure(Reason.UNKNOWN_FORMAT, "rename", "", f"{name} is of another version and was left: {error}")
+    except ForeignFile as error:
+        return Failure(Reason.IO_ERROR, "rename", "", f"{name}: {error}")
+    return WrittenFile(size, directory.unflushed(name.folder))
+
+
+def _header_of(write: Write, identity: Identity) -> Header:
+    return Header(
+        group=write.group,
+        fingerprint=write.fingerprint,
+        rank=write.rank,
+        parent=write.parent,
+        first_token=write.first_token,
+        block_tokens=write.block_tokens,
+        keys=write.keys,
+        tokens=write.tokens,
+        extras={index: list(extras) for index, extras in sorted(write.extras.items()) if extras},
+        block_bytes=write.block_bytes,
+        dtype=identity.layout.dtype,
+        layout=describe_layout(identity.layout),
+        codec=PLAIN,
+        checksums=bytes(count_keys(write.keys) * CHECKSUM_BYTES),
+        created=write.created,
+    )
+
+
+def _write_header(directory: DataDirectory, fd: int, header: Header, size: int) -> None:
+    encoded = encode_header(header)
+    if len(encoded) != size:
+        raise BrokenInvariant(f"a header of {size} bytes became {len(encoded)} with its checksums")
+    pages = mapped_pages(size)
+    pages[:] = encoded
+    BlockFile(directory, fd, 0).write([pages])
+
+
+def _blocks_to_write(arena: memoryview, write: Write) -> list[list[memoryview]]:
+    """Each block's views: its slot, or, where it does not fill its last page, a page of ours in place of that one."""
+    slots = _slots(arena, write.slots, write.block_bytes)
+    if len(slots) != count_keys(write.keys):
+        raise BrokenInvariant(f"{len(slots)} slots for {count_keys(write.keys)} keys")
+    rest = write.block_bytes % PAGE_BYTES
+    if not rest:
+        return [[slot] for slot in slots]
+    pages = mapped_pages(len(slots) * PAGE_BYTES)
+    whole = write.block_bytes - rest
+    blocks = []
+    for index, slot in enumerate(slots):
+        page = pages[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
+        page[:rest] = slot[whole : whole + rest]
+        blocks.append([slot[:whole], page] if whole else [page])
+    return blocks
+
+
+def _slots(arena: memoryview, offsets: list[int], block_bytes: int) -> list[memoryview]:
+    size = stored_bytes(block_bytes)
+    for offset in offsets:
+        if offset % PAGE_BYTES or not 0 <= offset <= len(arena) - size:
+            raise BrokenInvariant(f"a slot of {size} bytes at {offset} is not in an arena of {len(arena)}")
+    return [arena[offset : offset + size] for offset in offsets]
+
+
+class _TempFile:
+    """A temp file that is renamed into place or removed, whatever happens."""
+
+    def __init__(self, directory: DataDirectory) -> None:
+        self._directory = directory
+        self._name: str | None = None
+        self.fd = -1
+
+    def __enter__(self) -> _TempFile:
+        self._name, self.fd = self._directory.create_temp()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+        if self._name is not None:
+            self._directory.remove_temp(self._name)
+
+    def publish(self, name: ExtentName) -> None:
+        """Rename into place. Raises StorageError; UnknownFormat or ForeignFile for what must not be replaced."""
+        if self._name is None:
+            raise BrokenInvariant("a temp file is published once")
+        for attempts_left in (1, 0):
+            try:
+                with self._directory.folder(name.folder, create=True) as folder_fd:
+                    _refuse_to_replace(folder_fd, name.file)
+                    with self._directory.folder((TEMP,)) as temp_fd:
+                        call("rename", os.rename, self._name, name.file, src_dir_fd=temp_fd, dst_dir_fd=folder_fd)
+            except StorageError as error:
+                # Another thread may have removed the folder, empty, between our opening it and the rename.
+                if error.errno_name != "ENOENT" or not attempts_left:
+                    raise
+            else:
+                self._name = None
+                return
+
+
+def _refuse_to_replace(folder_fd: int, file: str) -> None:
+    """Nothing there, or a file of a version we know, or a damaged one: may be replaced."""
+    try:
+        with open_regular(folder_fd, file) as (fd, found):
+            start = call("pread", os.pread, fd, PREFIX_BYTES, 0)
+            if decode_prefix(start).version not in READERS:
+                load_header(fd, found.st_size)
+    except StorageError as error:
+        if error.errno_name != "ENOENT":
+            raise
+    except DamagedFile:
+        return
+
+
+def _write_failure(directory: DataDirectory, error: StorageError) -> Failure:
+    if error.errno_name == "ENOENT" and not directory.is_present():
+        problem = f"{directory.path} was removed or replaced while it was in use"
+        return Failure(Reason.IO_ERROR, error.operation, error.errno_name, problem)
+    return Failure.of(error)
+
+
+# ---- reading
+
+
+def read_blocks(
+    directory: DataDirectory, arena: memoryview, read: Read, *, identity: Identity | None = None
+) -> ReadOutcome:
+    """Read blocks of a file into slots, each verified. With `identity`, the file's layout is compared with its too."""
+    name = ExtentName.of(read)
+    slots = _slots(arena, read.slots, read.block_bytes)
+    if read.first + len(slots) > count_keys(read.keys):
+        raise BrokenInvariant(f"{len(slots)} slots from block {read.first} on, but {count_keys(read.keys)} keys")
+    try:
+        with directory.folder(name.folder) as folder_fd, open_regular(folder_fd, name.file) as (fd, found):
+            extent = load_extent(fd, found)
+            header = extent.header
+            check_name(header, name)
+            _check_expected(header, read, identity)
+            start = extent.header_bytes + read.first * header.stored_block_bytes
+            wanted = _digests(header, read.first, len(slots))
+            payload = BlockFile(directory, fd, start)
+            valid, problem = transfer.read_blocks(payload, [[slot] for slot in slots], wanted, directory.hashers)
+    except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
+        return _outcome(0, error, None)
+    return _outcome(valid, problem, header)
+
+
+def _outcome(valid: int, problem: Deviation | None, header: Header | None) -> ReadOutcome:
+    tokens, extras = (header.tokens, header.extras) if header is not None else (b"", {})
+    if problem is None:
+        return ReadOutcome(valid, tokens=tokens, extras=extras)
+    told = _tell(problem)
+    return ReadOutcome(valid, told.reason, told.problem, told.damaged, told.failure, tokens, extras)
+
+
+def verify_file(
+    directory: DataDirectory, name: ExtentName, *, pause: Callable[[int], None] = lambda num_bytes: None
+) -> Verified:
+    """Read all of a file from the device and compare it with its header and checksums. Takes no slots.
+
+    `pause` is called with the bytes read since the last time, at most 2 MiB: there a scrub keeps its rate, or raises
+    to end it.
+    """
+    blocks = size = 0
+    try:
+        with directory.folder(name.folder) as folder_fd, open_regular(folder_fd, name.file) as (fd, found):
+            size = found.st_size
+            extent = load_extent(fd, found)
+            blocks = extent.header.num_blocks
+            check_name(extent.header, name)
+            valid = _count_intact(BlockFile(directory, fd, extent.header_bytes), extent.header, pause)
+    except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
+        told = _tell(error)
+        intact = error.valid_blocks if isinstance(error, DamagedFile) else 0
+        return Verified(intact, blocks, size, told.reason, told.problem, told.damaged, told.failure)
+    return Verified(valid, blocks, size)
+
+
+def remove_extent(directory: DataDirectory, name: ExtentName) -> bool:
+    """Unlink a file, and its folder when that was the last one; says whether there was one. Raises StorageError."""
+    *above, shelf = name.folder
+    try:
+        with directory.folder(tuple(above)) as namespace_fd:
+            with directory.folder(name.folder) as folder_fd:
+                call("unlink", os.unlink, name.file, dir_fd=folder_fd)
+            _remove_if_empty(namespace_fd, shelf)
+    except StorageError as error:
+        if error.errno_name != "ENOENT":
+            raise
+        return False
+    return True
+
+
+def _remove_if_empty(parent_fd: int, name: str) -> None:
+    try:
+        call("rmdir", os.rmdir, name, dir_fd=parent_fd)
+    except StorageError as error:
+        if error.errno_name not in ("ENOTEMPTY", "EEXIST", "ENOENT"):
+            raise
+
+
+# ---- parts of reading
+
+
+def _check_expected(header: Header, read: Read, identity: Identity | None) -> None:
+    layout: list[tuple[str, object, object]] = [
+        ("block_tokens", header.block_tokens, read.block_tokens),
+        ("block_bytes", header.block_bytes, read.block_bytes),
+    ]
+    if identity is not None:
+        layout.append(("dtype", header.dtype, identity.layout.dtype))
+        layout.append(("layout", header.layout, describe_layout(identity.layout)))
+    for what, found, wanted in layout:
+        if found != wanted:
+            raise DamagedFile(Reason.LAYOUT_MISMATCH, f"{what}: the file has {found!r}, the group {wanted!r}")
+    if header.parent != read.parent or header.first_token != read.first_token:
+        raise DamagedFile(
+            Reason.KEY_MISMATCH, f"position: the file follows another block, at token {header.first_token}"
+        )
+    if not header.keys.startswith(read.keys):
+        raise DamagedFile(Reason.KEY_MISMATCH, "keys: the file holds other blocks than the tree says")
+
+
+def _digests(header: Header, first: int, count: int) -> list[bytes]:
+    starts = range(first * CHECKSUM_BYTES, (first + count) * CHECKSUM_BYTES, CHECKSUM_BYTES)
+    return [header.checksums[start : start + CHECKSUM_BYTES] for start in starts]
+
+
+def _count_intact(file: BlockFile, header: Header, pause: Callable[[int], None]) -> int:
+    """Blocks read and found right: all of them. Raises DamagedFile at the first that is not, StorageError."""
+    wanted = _digests(header, 0, header.num_blocks)
+    size = header.stored_block_bytes
+    buffer = mapped_pages(PIECE_BYTES)
+    for index, digest in enumerate(wanted):
+        found = blake3()
+        for start in range(0, size, PIECE_BYTES):
+            view = buffer[: min(PIECE_BYTES, size - start)]
+            try:
+                file.read([view])
+            except DamagedFile as error:
+                raise DamagedFile(error.reason, error.problem, valid_blocks=index) from error
+            found.update(view)
+            pause(len(view))
+        if found.digest() != digest:
+            raise DamagedFile(Reason.CHECKSUM, f"block {index} of {len(wanted)}", valid_blocks=index)
+    return len(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A deviation as values."""
+
+    reason: Reason
+    problem: str
+    damaged: bool = False
+    failure: Failure | None = None
+
+
+def _tell(error: Deviation) -> _Told:
+    if isinstance(error, StorageError):
+        return _Told(Reason(error.reason), str(error), failure=Failure.of(error))
+    if isinstance(error, DamagedFile):
+        return _Told(Reason(error.reason), error.problem, damaged=True)
+    if isinstance(error, UnknownFormat):
+        return _Told(Reason.UNKNOWN_FORMAT, str(error))
+    return _Told(Reason.NOT_FOUND, str(error))
