@@ -20,7 +20,15 @@ from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_rea
 from tierkv.node.sessions import Asked, Ended, Event, HungUp, Memory, Sessions
 from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions
 from tierkv.wire.messages import PROTOCOL_VERSION
-from tierkv.wire.session import AnySessionMessage, Detach, SessionGrant, SessionHello, SessionMessage, SessionRefused
+from tierkv.wire.session import (
+    AnySessionMessage,
+    Detach,
+    IncarnationEnded,
+    SessionGrant,
+    SessionHello,
+    SessionMessage,
+    SessionRefused,
+)
 
 INCARNATION = 7
 E = TypeVar("E", bound=Event)
@@ -378,6 +386,18 @@ def test_a_listener_whose_file_was_deleted_is_replaced(served: Served) -> None:
     with served.connect() as client:
         say(client, hello())
         served.until(Asked)
+
+
+def test_sessions_of_a_front_that_died_are_told_and_stay(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+        hear_grant(client)
+        served.sessions.tell_ended(INCARNATION + 1)
+        served.sessions.tell_ended(INCARNATION)
+        assert hear(client)[0] == IncarnationEnded(incarnation=INCARNATION)
+        assert served.is_quiet()
+        assert served.sessions.count(INCARNATION) == 1
 
 
 def test_who_left_before_the_answer_is_not_waiting_any_more(served: Served) -> None:

@@ -25,17 +25,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
+from tierkv.errors import WireError
 from tierkv.wire.messages import PROTOCOL_VERSION, ErrorCode
 from tierkv.wire.session import (
     MAX_PACKET_BYTES,
     AnySessionMessage,
     Detach,
+    IncarnationEnded,
     SessionGrant,
     SessionHello,
-    SessionMessage,
     SessionRefused,
+    decode_packet,
+    encode_packet,
 )
 
 MAX_SESSIONS = 1_024
@@ -47,9 +48,6 @@ ACCEPT_PAUSE_SECONDS = 0.5  # when there is no descriptor left to accept with
 
 _SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it
 _CREDENTIALS = struct.Struct("3i")
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnySessionMessage)
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +205,12 @@ class Sessions:
     def refuse(self, knock: Knock, code: str, problem: str) -> None:
         _send(knock.sock, SessionRefused(code=code, problem=problem), [])
         self._drop(knock)
+
+    def tell_ended(self, incarnation: int) -> None:
+        """The front of this incarnation is gone. Its sessions stay until their end is proven: they may be copying."""
+        for session in self._sessions.values():
+            if session.incarnation == incarnation and session.sock is not None:
+                _send(session.sock, IncarnationEnded(incarnation=incarnation), [])
 
     def stop_accepting(self) -> None:
         """New connections are refused by the kernel; sessions go on."""
@@ -375,15 +379,14 @@ def _receive(sock: socket.socket) -> bytes | None:
 
 def _decode(packet: bytes) -> AnySessionMessage | None:
     try:
-        message: AnySessionMessage = _decoder.decode(packet)
-    except msgspec.DecodeError:
+        return decode_packet(packet)
+    except WireError:
         return None
-    return message
 
 
-def _send(sock: socket.socket, message: SessionMessage, descriptors: list[int]) -> None:
+def _send(sock: socket.socket, message: AnySessionMessage, descriptors: list[int]) -> None:
     """An answer that can't be sent is not missed by anybody: the peer is gone, or has never read one."""
     try:
-        socket.send_fds(sock, [_encoder.encode(message)], descriptors)
+        socket.send_fds(sock, [encode_packet(message)], descriptors)
     except OSError:
         return
