@@ -239,8 +239,8 @@ class TierHealth(Report, frozen=True, tag=True):
 
 
 class ScrubProgress(Report, frozen=True, tag=True):
-    """`damaged` lists what this report adds: (path below the data directory, reason). `set_aside` names the extents that repair
-    moved away, as (group, rank, key)."""
+    """`damaged` lists what this report adds: (path below the data directory, reason). `set_aside` names the extents
+    that repair moved away, as (group, rank, key)."""
 
     op: int
     checked: int

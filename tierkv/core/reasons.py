@@ -38,9 +38,11 @@ class Reason(StrEnum):
     SESSION_GONE = "session_gone"
     REVOKED = "revoked"
     STALE = "stale"  # staged too long without its predecessor or its other ranks
+    BUDGET = "budget"  # of a warm-up
     # the node
     NOT_READY = "not_ready"
     SHUTDOWN = "shutdown"
     NODE_AWAY = "node_away"
+    WIRE_ERROR = "wire_error"  # one side broke the protocol, or the other says so
     UNREACHABLE_ORPHAN = "unreachable_orphan"
     INCOMPLETE_RANKS = "incomplete_ranks"

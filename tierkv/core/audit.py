@@ -1,0 +1,152 @@
+"""What must hold after every event, stated as ownership: each slot has one owner, each sum is what it sums.
+
+Slow on purpose (it looks at everything); tests call it after each step, the node never does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from tierkv.core.cascade import Cascade
+from tierkv.core.extent import Branch, Extent
+from tierkv.core.keys import KEY_BYTES
+from tierkv.core.ledger import Ledger
+from tierkv.core.residency import NvmeState
+from tierkv.errors import BrokenInvariant
+
+
+def check(ledger: Ledger, cascade: Cascade) -> None:
+    _check_slots(ledger, cascade)
+    _check_extents(ledger)
+    _check_branches(ledger)
+    _check_orders(ledger)
+    _check_sums(ledger, cascade)
+    _check_grants(ledger)
+
+
+def _require(condition: bool, story: str) -> None:
+    if not condition:
+        raise BrokenInvariant(story)
+
+
+def _owned_slots(ledger: Ledger, cascade: Cascade) -> Iterator[tuple[int, str]]:
+    for ticket in ledger.tickets.values():
+        yield from ((slot, f"ticket {ticket.grant.hex()}") for slot in ticket.offsets)
+    for block in ledger.staged.values():
+        yield from ((slot, f"staged {block.key[:4].hex()}") for slot in block.slots.values())
+    for extent in _all_extents(ledger, cascade):
+        for slots in extent.slots:
+            yield from ((slot, repr(extent)) for slot in slots)
+        for doomed in extent.doomed:
+            yield from ((slot, f"doomed of {extent!r}") for slot in doomed.slots)
+    yield from cascade.slots_being_read()
+
+
+def _all_extents(ledger: Ledger, cascade: Cascade) -> set[Extent]:
+    """Those in the tree, and those that left it while an operation or a grant still knows them."""
+    extents = set(ledger.tree) | cascade.extents_in_operations()
+    for ticket in ledger.tickets.values():
+        extents.update(ticket.path)
+    for lease in ledger.leases.values():
+        extents.update(segment.extent for segment in lease.path)
+    return extents
+
+
+def _check_slots(ledger: Ledger, cascade: Cascade) -> None:
+    owners: dict[int, str] = {}
+    for slot, owner in _owned_slots(ledger, cascade):
+        _require(slot not in owners, f"slot {slot} belongs to {owner} and to {owners.get(slot)}")
+        owners[slot] = owner
+    used = ledger.pool.used_slots()
+    _require(owners.keys() == used, f"slots without owner {used - owners.keys()}, not in use {owners.keys() - used}")
+    _require(ledger.pool.used_bytes <= ledger.pool.limit_bytes, "host memory beyond its limit")
+
+
+def _check_extents(ledger: Ledger) -> None:
+    for key, extent in ledger.tree.heads.items():
+        story = repr(extent)
+        _require(extent.in_tree and extent.key == key == extent.block_key(0), f"not under its key: {story}")
+        _require(len(extent.keys) == extent.num_blocks * KEY_BYTES > 0, f"keys and length differ: {story}")
+        _require(
+            extent.nvme is NvmeState.PRESENT or extent.host_blocks == extent.num_blocks,
+            f"a block without a usable copy in every rank: {story}",
+        )
+        _require(extent.longest_host_blocks <= extent.num_blocks, f"more slots than blocks: {story}")
+        _require(extent.sealed or extent.nvme is NvmeState.ABSENT, f"on NVMe and not sealed: {story}")
+        _require((extent in ledger.unsealed) != extent.sealed, f"seal and list of growing ones differ: {story}")
+        _require(extent.hot_blocks <= extent.num_blocks, f"hotter than long: {story}")
+
+
+def _check_branches(ledger: Ledger) -> None:
+    for extent in ledger.tree:
+        for index, branch in extent.branch_points.items():
+            _require(branch.owner is extent and branch.index == index, f"branch disagrees with {extent!r}")
+            _require(bool(branch.kids), f"an empty branch at {extent!r}")
+        if extent.above is not None:
+            _require(extent in extent.above.kids, f"not among its siblings: {extent!r}")
+            _check_branch_counts(extent.above)
+            owner = extent.above.owner
+            _require(
+                owner is None or (owner.in_tree and owner.block_key(extent.above.index) == extent.parent),
+                f"hangs at a block that is not its parent: {extent!r}",
+            )
+
+
+def _check_branch_counts(branch: Branch) -> None:
+    in_host = sum(kid.longest_host_blocks > 0 for kid in branch.kids)
+    _require(branch.host_kids == in_host, f"{branch.host_kids} kids in host memory counted, {in_host} there")
+
+
+def _check_orders(ledger: Ledger) -> None:
+    """What may be evicted is on offer: else a full tier would be stuck."""
+    for extent in ledger.tree:
+        if ledger.host_floor(extent) is not None:
+            order = ledger.host_order(ledger.group_of(extent).slot_bytes)
+            _require(extent in order, f"may leave host memory and is not on offer: {extent!r}")
+        if ledger.may_leave_nvme(extent):
+            _require(extent in ledger.nvme_order, f"may leave NVMe and is not on offer: {extent!r}")
+
+
+def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
+    extents: Counter[bytes] = Counter()
+    blocks: Counter[bytes] = Counter()
+    host: Counter[bytes] = Counter()
+    for extent in ledger.tree:
+        extents[extent.group] += 1
+        blocks[extent.group] += extent.num_blocks
+        host[extent.group] += sum(map(len, extent.slots))
+    for key, group in ledger.groups.items():
+        _require(group.extents == extents[key], f"{group.extents} extents counted, {extents[key]} there")
+        _require(group.blocks == blocks[key], f"{group.blocks} blocks counted, {blocks[key]} there")
+        _require(group.host_slots == host[key], f"{group.host_slots} host slots counted, {host[key]} there")
+    cascade.check_sums()
+    if ledger.has_nvme:
+        total = cascade.nvme_used + cascade.nvme_reserved
+        room = ledger.limits.nvme_bytes
+        _require(
+            total - cascade.removing_bytes + cascade.overhead_bytes <= room or not cascade.is_settled,
+            f"NVMe beyond its capacity: {total} and {cascade.overhead_bytes} beside it, of {room}",
+        )
+
+
+def _check_grants(ledger: Ledger) -> None:
+    held: Counter[bytes] = Counter()
+    for ticket in ledger.tickets.values():
+        _require(ticket.holder in ledger.sessions, f"ticket {ticket.grant.hex()} has no living holder")
+        held[ticket.holder] += len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes
+    for lease in ledger.leases.values():
+        size = sum(segment.blocks for segment in lease.path) * ledger.groups[lease.group].slot_bytes
+        for holder in lease.holders.values():
+            _require(holder in ledger.sessions, f"lease {lease.grant.hex()} has no living holder")
+            held[holder] += size
+        for segment in lease.path:
+            _require(lease.grant in segment.extent.holds, f"lease {lease.grant.hex()} does not hold {segment.extent!r}")
+    for session, state in ledger.sessions.items():
+        _require(state.held_bytes == held[session], f"session holds {held[session]} bytes, {state.held_bytes} counted")
+    for extent in ledger.tree:
+        for who in extent.holds:
+            is_known = not isinstance(who, bytes) or who in ledger.leases or who in ledger.tickets
+            _require(is_known, f"held by a grant that is over: {extent!r}")
+    for (key, rank), grant in ledger.writing.items():
+        _require(grant in ledger.tickets, f"rank {rank} of {key[:4].hex()} is being written by nobody")

@@ -1,0 +1,723 @@
+"""Movement between the tiers: host -> nvme -> dropped, and back up.
+
+Decides who leaves when room is needed, which sealed extents are written and when, and which blocks are read back; the
+storage worker carries it out and reports. All ranks of an extent go together.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierkv.core.extent import Extent
+from tierkv.core.grants import Dropped, Evicted
+from tierkv.core.instructions import OpFailed, Read, ReadDone, Remove, RemoveDone, TierHealth, Write, WriteDone
+from tierkv.core.keys import KEY_BYTES
+from tierkv.core.ledger import Group, Ledger
+from tierkv.core.reasons import Reason
+from tierkv.core.residency import NvmeEvent, NvmeState
+from tierkv.errors import BrokenInvariant
+
+_WRITE_HOLD = "write"
+
+
+@dataclass(slots=True, eq=False)
+class _WriteOp:
+    extent: Extent
+
+
+@dataclass(slots=True, eq=False)
+class _RemoveOp:
+    extent: Extent
+    rank: int
+
+
+@dataclass(slots=True, eq=False)
+class _ReadOp:
+    extent: Extent
+    rank: int
+    first: int
+    slots: list[int]
+
+
+class Cascade:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._next_op = 1
+        self._ops: dict[int, _WriteOp | _RemoveOp | _ReadOp] = {}
+        self._write_queue: deque[Extent] = deque()
+        self._reads_wanted: OrderedDict[tuple[Extent, int], int] = OrderedDict()  # -> up to how many blocks
+        self._failed_writes: dict[Extent, Reason] = {}
+        self._written_bytes: dict[Extent, int] = {}
+        self._retries: list[tuple[float, Extent, int]] = []
+        self._unwritten: dict[Extent, None] = {}
+        self._writes_in_flight = 0
+        self._reads_in_flight = 0
+        self.nvme_used = 0  # files that exist, or may
+        self.nvme_reserved = 0  # files being written
+        self.removing_bytes = 0  # part of nvme_used that is on its way out
+        self.overhead_bytes = 0
+        self.is_writable = True
+        self.why_not_writable: Reason | None = None
+        self.is_worker_up = False
+        self.is_open = False  # recovery is over
+        self.progressed: list[Extent] = []  # extents whose file or host copies changed: leases and seals may be due
+        self.read_problems: dict[Extent, Reason] = {}
+
+    # ---- room in host memory
+
+    def make_room(self, slot_bytes: int, count: int, now: float) -> int:
+        """Evict until `count` slots of this size can be had, or nothing more may go. Returns how many can be had."""
+        ledger = self._ledger
+        while (have := ledger.pool.available(slot_bytes)) < count:
+            victim = ledger.host_order(slot_bytes).pop()
+            if victim is not None:
+                self._evict_from_host(victim, count - have)
+            elif not (self._drop_oldest_staged(slot_bytes) or self._take_slab(slot_bytes)):
+                self._seal_for_room(slot_bytes, now)
+                break
+        return min(count, ledger.pool.available(slot_bytes))
+
+    def _evict_from_host(self, extent: Extent, slots_needed: int) -> None:
+        """From the tail, as few blocks as will do, at most one recency segment of the extent."""
+        ledger = self._ledger
+        floor = ledger.host_floor(extent)
+        if floor is None:
+            return
+        longest = extent.longest_host_blocks
+        if floor < extent.hot_blocks < longest:
+            floor = extent.hot_blocks
+        remaining, freed = longest, 0
+        while remaining > floor and freed < slots_needed:
+            remaining -= 1
+            freed += sum(len(slots) > remaining for slots in extent.slots)
+        self._leave_host(extent, remaining)
+
+    def _leave_host(self, extent: Extent, remaining: int) -> None:
+        ledger = self._ledger
+        group = ledger.group_of(extent)
+        stays_on_nvme = extent.nvme is NvmeState.PRESENT
+        freed = sum(max(0, len(slots) - remaining) for slots in extent.slots) * group.slot_bytes
+        blocks = extent.longest_host_blocks - remaining
+        ledger.counts.evicted_bytes["host", Reason.EVICTED] += freed
+        ledger.counts.evicted_blocks["host", Reason.EVICTED] += blocks
+        ledger.effects.append(
+            Evicted(
+                group=extent.group,
+                key=extent.key,
+                tier="host",
+                to="nvme" if stays_on_nvme else "dropped",
+                blocks=blocks,
+                num_bytes=freed,
+                reason=Reason.EVICTED,
+            )
+        )
+        if stays_on_nvme:
+            for rank in range(group.ranks):
+                ledger.cut_host(extent, rank, remaining)
+            extent.hot_blocks = min(extent.hot_blocks, remaining)
+            if remaining == 0 and self.is_open:
+                extent.tokens = None  # the file's header has them
+        else:
+            if ledger.has_nvme and group.persistent:
+                reason = Reason.EVICTED if self.is_writable else Reason.NVME_DEGRADED
+                ledger.counts.dropped_unwritten_bytes[reason] += freed
+            ledger.cut_extent(extent, remaining)
+            if remaining == 0:
+                self._unwritten.pop(extent, None)
+        ledger.reconsider(extent)
+
+    def _drop_oldest_staged(self, slot_bytes: int) -> bool:
+        ledger = self._ledger
+        for block in ledger.staged.values():
+            if ledger.groups[block.group].slot_bytes == slot_bytes:
+                ledger.drop_staged(block.key)
+                return True
+        return False
+
+    def _take_slab(self, slot_bytes: int) -> bool:
+        """Empty the slab of another slot size that has least in it, if all of it may go."""
+        ledger = self._ledger
+        pool = ledger.pool
+        if not pool.fits(slot_bytes):
+            return False
+        for base, used in pool.slabs_of_other_sizes(slot_bytes):
+            cuts: dict[Extent, int] = {}
+            found = 0
+            for extent in ledger.tree:
+                inside = [
+                    index
+                    for slots in extent.slots
+                    for index, slot in enumerate(slots)
+                    if base <= slot < base + pool.slab_bytes
+                ]
+                if not inside:
+                    continue
+                floor = ledger.host_floor(extent)
+                if floor is None or floor > min(inside):
+                    break
+                cuts[extent] = min(inside)
+                found += len(inside)
+            if found == used:
+                for extent, remaining in cuts.items():
+                    if extent.in_tree:
+                        self._leave_host(extent, remaining)
+                return True
+        return False
+
+    def _seal_for_room(self, slot_bytes: int, now: float) -> None:
+        """What still grows can't be evicted before it is on NVMe: get it on its way, for the next who needs room."""
+        ledger = self._ledger
+        for extent in [e for e in ledger.unsealed if ledger.group_of(e).slot_bytes == slot_bytes and not e.holds]:
+            self.seal(extent, now)
+
+    # ---- host -> nvme
+
+    def seal(self, extent: Extent, now: float) -> None:
+        """Freeze the committed length; a persistent extent goes to the write queue."""
+        ledger = self._ledger
+        extent.sealed = True
+        ledger.unsealed.pop(extent, None)
+        if ledger.has_nvme and ledger.group_of(extent).persistent:
+            self._admit(extent, now)
+        ledger.reconsider(extent)
+        self.progressed.append(extent)
+
+    def _admit(self, extent: Extent, now: float) -> None:
+        if not self.is_writable:
+            self._mark_unwritten(extent)
+            self._count_dropped(extent, self.why_not_writable or Reason.NVME_DEGRADED)
+            return
+        self._unwritten.pop(extent, None)
+        extent.move(NvmeEvent.ADMIT)
+        self._write_queue.append(extent)
+        self.pump(now)
+
+    def pump(self, now: float) -> None:
+        """Issue what may be issued: reads first, since somebody waits for them."""
+        if not (self.is_open and self.is_worker_up):
+            return
+        self._pump_reads(now)
+        while self._write_queue and self.is_writable and self._writes_in_flight < self._ledger.limits.inflight_writes:
+            extent = self._write_queue[0]
+            if extent.nvme is not NvmeState.QUEUED:
+                self._write_queue.popleft()
+                continue
+            need = self._need(extent)
+            verdict = self._room_on_nvme(need, now)
+            if verdict is Reason.PENDING:
+                return
+            self._write_queue.popleft()
+            if verdict is None:
+                self._issue_write(extent, need)
+            else:
+                self._drop_queued(extent, verdict, now)
+
+    def _need(self, extent: Extent) -> int:
+        group = self._ledger.group_of(extent)
+        return group.ranks * group.file_bytes(extent.num_blocks)
+
+    def _room_on_nvme(self, need: int, now: float) -> Reason | None:
+        """None: there is room. PENDING: there will be when removals end. Else why there is none."""
+        capacity = self._ledger.limits.nvme_bytes
+        if need > capacity - self.overhead_bytes:
+            return Reason.LARGER_THAN_TIER
+        if self._nvme_free() >= need:
+            return None
+        slack = capacity // 64  # evict in batches, not one for each write
+        while self._nvme_free() + self.removing_bytes < need + slack and self._evict_from_nvme(now):
+            pass
+        if self._nvme_free() >= need:
+            return None
+        if self._nvme_free() + self.removing_bytes >= need or self._writes_in_flight or self.removing_bytes:
+            return Reason.PENDING
+        return Reason.NVME_FULL
+
+    def _nvme_free(self) -> int:
+        return self._ledger.limits.nvme_bytes - self.overhead_bytes - self.nvme_used - self.nvme_reserved
+
+    def _issue_write(self, extent: Extent, need: int) -> None:
+        ledger = self._ledger
+        group = ledger.group_of(extent)
+        extent.move(NvmeEvent.ISSUE)
+        extent.nvme_bytes = need
+        self.nvme_reserved += need
+        ledger.hold(extent, _WRITE_HOLD, extent.num_blocks)
+        assert extent.tokens is not None
+        for rank in range(group.ranks):
+            op = self._new_op(_WriteOp(extent))
+            extent.ops.add(op)
+            ledger.effects.append(
+                Write(
+                    op=op,
+                    fingerprint=group.spec.identity.weights,
+                    group=extent.group,
+                    rank=rank,
+                    key=extent.key,
+                    parent=extent.parent,
+                    first_token=extent.first_token,
+                    block_tokens=group.block_tokens,
+                    block_bytes=group.block_bytes,
+                    keys=extent.keys,
+                    tokens=extent.tokens,
+                    slots=list(extent.slots[rank]),
+                    created=extent.created,
+                    last_used=extent.last_used,
+                    hits=extent.hits,
+                    extras=dict(extent.extras),
+                )
+            )
+        self._writes_in_flight += 1
+
+    def write_done(self, report: WriteDone, now: float) -> None:
+        op = self._ops.pop(report.op, None)
+        if not isinstance(op, _WriteOp):
+            return  # of a worker that died before its report was read
+        counts = self._ledger.counts
+        counts.nvme_written_bytes += report.file_bytes
+        counts.nvme_write_seconds += report.seconds
+        self._written_bytes[op.extent] = self._written_bytes.get(op.extent, 0) + report.file_bytes
+        self._finish_write(op.extent, report.op, now)
+
+    def _write_failed(self, op: _WriteOp, report: OpFailed, now: float) -> None:
+        self._failed_writes[op.extent] = report.reason
+        self._finish_write(op.extent, report.op, now)
+
+    def _finish_write(self, extent: Extent, op: int, now: float) -> None:
+        extent.ops.discard(op)
+        if extent.ops:
+            return
+        ledger = self._ledger
+        self._writes_in_flight -= 1
+        self.nvme_reserved -= extent.nvme_bytes
+        written = self._written_bytes.pop(extent, 0)
+        reason = self._failed_writes.pop(extent, None)
+        if reason is None:
+            extent.nvme_bytes = written
+        self.nvme_used += extent.nvme_bytes
+        ledger.group_of(extent).nvme_bytes += extent.nvme_bytes
+        if reason is not None:
+            extent.move(NvmeEvent.FAILED)
+            self._count_dropped(extent, reason)
+            self._mark_unwritten(extent)
+            self._issue_removes(extent)
+        else:
+            extent.move(NvmeEvent.FLUSHED)
+            extent.is_stray = False
+            ledger.counts.flushed_extents += 1
+            if extent.condemned or not extent.in_tree:
+                extent.move(NvmeEvent.LOST)
+                self._issue_removes(extent)
+        ledger.unhold(extent, _WRITE_HOLD)
+        self._neighbours_changed(extent)
+        self.pump(now)
+
+    def _drop_queued(self, extent: Extent, reason: Reason, now: float) -> None:
+        """A queued extent will not be written. What an earlier worker may have written of it is removed."""
+        self._count_dropped(extent, reason)
+        if extent.is_stray:
+            extent.move(NvmeEvent.ISSUE)
+            extent.move(NvmeEvent.FAILED)
+            self._issue_removes(extent)
+        else:
+            extent.move(NvmeEvent.DROP)
+        self._neighbours_changed(extent)
+
+    def _count_dropped(self, extent: Extent, reason: Reason) -> None:
+        ledger = self._ledger
+        num_bytes = ledger.group_of(extent).ranks * extent.num_blocks * ledger.group_of(extent).slot_bytes
+        ledger.counts.dropped_writes[reason] += 1
+        ledger.effects.append(
+            Dropped(group=extent.group, key=extent.key, blocks=extent.num_blocks, num_bytes=num_bytes, reason=reason)
+        )
+
+    def _mark_unwritten(self, extent: Extent) -> None:
+        """Sealed, meant for NVMe, not there for a cause that may pass: tried again when the tier is well."""
+        if extent.in_tree:
+            self._unwritten[extent] = None
+
+    def _may_be_written_again(self, extent: Extent) -> bool:
+        return (
+            extent.in_tree
+            and extent.nvme is NvmeState.ABSENT
+            and extent.tokens is not None
+            and extent.host_blocks == extent.num_blocks
+        )
+
+    def dirty_extents(self) -> Iterator[Extent]:
+        """What is meant to be on NVMe and is not flushed."""
+        ledger = self._ledger
+        if not ledger.has_nvme:
+            return
+        for extent in ledger.unsealed:
+            if ledger.group_of(extent).persistent:
+                yield extent
+        seen: set[Extent] = set()
+        for extent in self._write_queue:
+            if extent.nvme is NvmeState.QUEUED and extent not in seen:
+                seen.add(extent)
+                yield extent
+        for op in self._ops.values():
+            if isinstance(op, _WriteOp) and op.extent not in seen:
+                seen.add(op.extent)
+                yield op.extent
+
+    def order_writes_by_depth(self) -> None:
+        """At shutdown the budget may end at any write: parents go before what hangs on them."""
+        self._write_queue = deque(sorted(self._write_queue, key=lambda extent: extent.first_token))
+
+    def drop_all_queued(self, reason: Reason, now: float) -> None:
+        queue, self._write_queue = self._write_queue, deque()
+        for extent in queue:
+            if extent.nvme is NvmeState.QUEUED:
+                self._drop_queued(extent, reason, now)
+                if reason is not Reason.SHUTDOWN:
+                    self._mark_unwritten(extent)
+
+    # ---- leaving nvme
+
+    def _evict_from_nvme(self, now: float) -> bool:
+        ledger = self._ledger
+        victim = ledger.nvme_order.pop()
+        while victim is not None and not ledger.may_leave_nvme(victim):
+            victim = ledger.nvme_order.pop()
+        if victim is None:
+            return False
+        stays_in_host = victim.host_blocks
+        ledger.counts.evicted_bytes["nvme", Reason.EVICTED] += victim.nvme_bytes
+        ledger.counts.evicted_blocks["nvme", Reason.EVICTED] += victim.num_blocks
+        ledger.effects.append(
+            Evicted(
+                group=victim.group,
+                key=victim.key,
+                tier="nvme",
+                to="host" if stays_in_host == victim.num_blocks else "dropped",
+                blocks=victim.num_blocks,
+                num_bytes=victim.nvme_bytes,
+                reason=Reason.EVICTED,
+            )
+        )
+        victim.move(NvmeEvent.EVICT)
+        self._issue_removes(victim)
+        ledger.cut_extent(victim, stays_in_host)
+        self._neighbours_changed(victim)
+        return True
+
+    def shrink(self, now: float) -> None:
+        """Evict down to capacity: after recovery, or when what lies beside the extents has grown."""
+        if not self.is_open:
+            return
+        while self._nvme_free() + self.removing_bytes < 0 and self._evict_from_nvme(now):
+            pass
+
+    def lose_file(self, extent: Extent, reason: Reason, now: float) -> None:
+        """The file of some rank is not there or not right: the extent's files go, and what only they held."""
+        ledger = self._ledger
+        ledger.counts.damaged_extents[reason] += 1
+        if extent.nvme is not NvmeState.PRESENT:
+            return
+        extent.move(NvmeEvent.LOST)
+        self._issue_removes(extent)
+        self.cut_safely(extent, extent.host_blocks, now)
+        self._mark_unwritten(extent)
+        self._neighbours_changed(extent)
+
+    def cut_safely(self, extent: Extent, num_blocks: int, now: float) -> None:
+        """Cut an extent that others may hold. It never grows again, lest they find another branch's blocks in it."""
+        if num_blocks < extent.num_blocks:
+            self._ledger.cut_extent(extent, num_blocks)
+        if extent.in_tree and not extent.sealed:
+            self.seal(extent, now)
+
+    def condemn(self, extent: Extent, num_blocks: int, reason: Reason, now: float) -> None:
+        """Blocks from `num_blocks` on are bad, wherever they are: no tier keeps them."""
+        if extent.nvme is NvmeState.PRESENT:
+            self.lose_file(extent, reason, now)
+        else:
+            self._ledger.counts.damaged_extents[reason] += 1
+            if extent.nvme is NvmeState.WRITING:
+                extent.condemned = True
+            elif extent.nvme is NvmeState.QUEUED and num_blocks == 0:
+                self._drop_queued(extent, reason, now)
+        if extent.in_tree:
+            self.cut_safely(extent, min(num_blocks, extent.num_blocks), now)
+        self._neighbours_changed(extent)
+
+    def discard(self, extent: Extent) -> None:
+        """Remove the files of an extent that recovery could not use."""
+        self._ledger.counts.damaged_extents[Reason.INCOMPLETE_RANKS] += 1
+        extent.move(NvmeEvent.LOST)
+        self._issue_removes(extent)
+
+    def _issue_removes(self, extent: Extent) -> None:
+        self.removing_bytes += extent.nvme_bytes
+        extent.condemned = extent.is_stray = False
+        for rank in range(self._ledger.group_of(extent).ranks):
+            self._issue_remove(extent, rank)
+
+    def _issue_remove(self, extent: Extent, rank: int) -> None:
+        group = self._ledger.group_of(extent)
+        op = self._new_op(_RemoveOp(extent, rank))
+        extent.ops.add(op)
+        if self.is_worker_up:
+            self._ledger.effects.append(
+                Remove(op=op, fingerprint=group.spec.identity.weights, group=extent.group, rank=rank, key=extent.key)
+            )
+
+    def remove_done(self, report: RemoveDone, now: float) -> None:
+        op = self._ops.pop(report.op, None)
+        if not isinstance(op, _RemoveOp):
+            return
+        extent = op.extent
+        extent.ops.discard(report.op)
+        if extent.ops or any(entry[1] is extent for entry in self._retries):
+            return
+        self.removing_bytes -= extent.nvme_bytes
+        self.nvme_used -= extent.nvme_bytes
+        self._ledger.group_of(extent).nvme_bytes -= extent.nvme_bytes
+        extent.nvme_bytes = 0
+        extent.move(NvmeEvent.REMOVED)
+        if extent in self._unwritten and self.is_writable and self._may_be_written_again(extent):
+            self._admit(extent, now)
+        self._neighbours_changed(extent)
+        self.pump(now)
+
+    # ---- nvme -> host
+
+    def want_read(self, extent: Extent, rank: int, blocks: int, now: float) -> None:
+        """Have the first `blocks` blocks of a rank in host memory, as soon as room and the drive permit."""
+        wanted = (extent, rank)
+        self._reads_wanted[wanted] = max(blocks, self._reads_wanted.get(wanted, 0))
+        self._pump_reads(now)
+
+    def is_reading(self, extent: Extent, rank: int) -> bool:
+        return rank in extent.reading or (extent, rank) in self._reads_wanted
+
+    def num_reads_in_flight(self) -> int:
+        return self._reads_in_flight + len(self._reads_wanted)
+
+    def num_writes_waiting(self) -> int:
+        return len(self._write_queue)
+
+    def _pump_reads(self, now: float) -> None:
+        if not (self.is_open and self.is_worker_up):
+            return
+        limit = self._ledger.limits.inflight_reads
+        ready = [wanted for wanted in self._reads_wanted if wanted[1] not in wanted[0].reading]
+        for extent, rank in ready:
+            if self._reads_in_flight >= limit:
+                return
+            blocks = self._reads_wanted.pop((extent, rank), 0)
+            self._issue_read(extent, rank, blocks, now)
+
+    def _issue_read(self, extent: Extent, rank: int, blocks: int, now: float) -> None:
+        ledger = self._ledger
+        group = ledger.group_of(extent)
+        first = len(extent.slots[rank])
+        blocks = min(blocks, extent.num_blocks)
+        if blocks <= first or extent.nvme is not NvmeState.PRESENT:
+            self.progressed.append(extent)
+            return
+        # Held while room is made for it, or it could be its own victim.
+        who = ("read", rank)
+        ledger.hold(extent, who, blocks)
+        slots = ledger.pool.allocate(group.slot_bytes, self.make_room(group.slot_bytes, blocks - first, now))
+        if not slots:
+            ledger.unhold(extent, who)
+            self.read_problems[extent] = Reason.NO_ROOM
+            self.progressed.append(extent)
+            return
+        op = self._new_op(_ReadOp(extent, rank, first, slots))
+        extent.reading[rank] = op
+        self._reads_in_flight += 1
+        ledger.reconsider(extent)
+        ledger.effects.append(
+            Read(
+                op=op,
+                fingerprint=group.spec.identity.weights,
+                group=extent.group,
+                rank=rank,
+                key=extent.key,
+                parent=extent.parent,
+                first_token=extent.first_token,
+                block_tokens=group.block_tokens,
+                block_bytes=group.block_bytes,
+                keys=extent.keys[: (first + len(slots)) * KEY_BYTES],
+                first=first,
+                slots=list(slots),
+            )
+        )
+
+    def read_done(self, report: ReadDone, now: float) -> None:
+        op = self._ops.pop(report.op, None)
+        if not isinstance(op, _ReadOp):
+            return
+        ledger = self._ledger
+        extent, rank = op.extent, op.rank
+        group = ledger.group_of(extent)
+        del extent.reading[rank]
+        self._reads_in_flight -= 1
+        is_wanted = (
+            extent.in_tree
+            and extent.nvme is NvmeState.PRESENT
+            and len(extent.slots[rank]) == op.first
+            and op.first + report.valid <= extent.num_blocks
+        )
+        valid = report.valid if is_wanted else 0
+        if valid:
+            ledger.append_host(extent, rank, op.slots[:valid])
+            ledger.counts.promoted_blocks += valid
+            self._remember_tokens(extent, group, report)
+        if valid < len(op.slots):
+            ledger.pool.release(op.slots[valid:])
+        ledger.counts.nvme_read_bytes += report.valid * group.slot_bytes
+        ledger.counts.nvme_read_seconds += report.seconds
+        ledger.unhold(extent, ("read", rank))
+        if report.reason is not None:
+            ledger.counts.failed_reads[report.reason] += 1
+            self.read_problems[extent] = report.reason
+            self._reads_wanted.pop((extent, rank), None)
+        if report.gone:
+            self.lose_file(extent, report.reason or Reason.NOT_FOUND, now)
+        self._neighbours_changed(extent)
+        self.pump(now)
+
+    def _remember_tokens(self, extent: Extent, group: Group, report: ReadDone) -> None:
+        num_bytes = extent.num_blocks * group.block_tokens * 4
+        if extent.tokens is None and len(report.tokens) >= num_bytes:
+            extent.tokens = report.tokens[:num_bytes]
+            extent.extras = {index: extra for index, extra in report.extras.items() if index < extent.num_blocks}
+
+    # ---- the worker's life and the tier's health
+
+    def op_failed(self, report: OpFailed, now: float) -> None:
+        op = self._ops.get(report.op)
+        if isinstance(op, _WriteOp):
+            del self._ops[report.op]
+            self._write_failed(op, report, now)
+        elif isinstance(op, _RemoveOp):
+            # Its bytes still count until they are gone, so try until they are.
+            del self._ops[report.op]
+            op.extent.ops.discard(report.op)
+            self._retries.append((now + self._ledger.limits.retry_seconds, op.extent, op.rank))
+        elif isinstance(op, _ReadOp):
+            self.read_done(ReadDone(op=report.op, valid=0, seconds=0.0, reason=report.reason), now)
+
+    def retry(self, now: float) -> None:
+        due = [entry for entry in self._retries if entry[0] <= now]
+        self._retries = [entry for entry in self._retries if entry[0] > now]
+        for _, extent, rank in due:
+            self._issue_remove(extent, rank)
+
+    def next_retry(self) -> float | None:
+        return min((entry[0] for entry in self._retries), default=None)
+
+    def worker_died(self, now: float) -> None:
+        """Proven dead: nothing of it touches a slot any more. Writes are queued again, reads wanted again; what it did
+        before it died is unknown, so a write that is given up later must be undone on disk."""
+        ledger = self._ledger
+        ledger.counts.worker_deaths += 1
+        self.is_worker_up = False
+        again: dict[Extent, None] = {}
+        for number, op in list(self._ops.items()):
+            if isinstance(op, _ReadOp):
+                del self._ops[number]
+                del op.extent.reading[op.rank]
+                ledger.pool.release(op.slots)
+                ledger.unhold(op.extent, ("read", op.rank))
+                wanted = (op.extent, op.rank)
+                blocks = op.first + len(op.slots)
+                self._reads_wanted[wanted] = max(blocks, self._reads_wanted.get(wanted, 0))
+            elif isinstance(op, _WriteOp):
+                del self._ops[number]
+                again[op.extent] = None
+        for extent in again:
+            extent.ops.clear()
+            self._failed_writes.pop(extent, None)
+            self._written_bytes.pop(extent, None)
+            self.nvme_reserved -= extent.nvme_bytes
+            extent.nvme_bytes = 0
+            extent.move(NvmeEvent.WORKER_DIED)
+            ledger.unhold(extent, _WRITE_HOLD)
+            extent.is_stray = True
+            if extent.in_tree and not extent.condemned:
+                self._write_queue.appendleft(extent)
+            else:
+                self._drop_queued(extent, Reason.WORKER_DIED, now)
+            ledger.reconsider(extent)
+        self._reads_in_flight = self._writes_in_flight = 0
+
+    def worker_started(self, now: float) -> None:
+        self.is_worker_up = True
+        ledger = self._ledger
+        for number, op in self._ops.items():
+            if isinstance(op, _RemoveOp):
+                group = ledger.group_of(op.extent)
+                ledger.effects.append(
+                    Remove(
+                        op=number,
+                        fingerprint=group.spec.identity.weights,
+                        group=op.extent.group,
+                        rank=op.rank,
+                        key=op.extent.key,
+                    )
+                )
+        self.pump(now)
+
+    def health(self, report: TierHealth, now: float) -> None:
+        self.overhead_bytes = report.overhead_bytes
+        was_writable = self.is_writable
+        self.is_writable = report.writable
+        self.why_not_writable = None if report.writable else (report.reason or Reason.NVME_DEGRADED)
+        if was_writable and not report.writable:
+            self.drop_all_queued(self.why_not_writable or Reason.NVME_DEGRADED, now)
+        if not was_writable and report.writable:
+            for extent in list(self._unwritten):
+                if not extent.in_tree:
+                    del self._unwritten[extent]
+                elif self._may_be_written_again(extent):
+                    self._admit(extent, now)
+        self.shrink(now)
+        self.pump(now)
+
+    def _new_op(self, op: _WriteOp | _RemoveOp | _ReadOp) -> int:
+        number = self._next_op
+        self._next_op += 1
+        self._ops[number] = op
+        return number
+
+    def _neighbours_changed(self, extent: Extent) -> None:
+        """Whether an extent has a file decides whether it may go, and whether its parent may."""
+        ledger = self._ledger
+        ledger.reconsider(extent)
+        if extent.above is not None and extent.above.owner is not None:
+            ledger.reconsider(extent.above.owner)
+        self.progressed.append(extent)
+
+    # ---- for the audit
+
+    @property
+    def is_settled(self) -> bool:
+        """Overhead may have grown past what can be evicted at once; then writes wait."""
+        return self._nvme_free() >= 0 or not self._write_queue
+
+    def slots_being_read(self) -> Iterator[tuple[int, str]]:
+        for op in self._ops.values():
+            if isinstance(op, _ReadOp):
+                yield from ((slot, f"read into {op.extent!r}") for slot in op.slots)
+
+    def extents_in_operations(self) -> set[Extent]:
+        return {op.extent for op in self._ops.values()} | {entry[1] for entry in self._retries}
+
+    def check_sums(self) -> None:
+        """Raises BrokenInvariant when the bytes counted per state are not those of the extents in it."""
+        known = set(self._ledger.tree) | self.extents_in_operations()
+        used = sum(e.nvme_bytes for e in known if e.nvme in (NvmeState.PRESENT, NvmeState.REMOVING))
+        reserved = sum(e.nvme_bytes for e in known if e.nvme is NvmeState.WRITING)
+        removing = sum(e.nvme_bytes for e in known if e.nvme is NvmeState.REMOVING)
+        counted = (self.nvme_used, self.nvme_reserved, self.removing_bytes)
+        if counted != (used, reserved, removing):
+            raise BrokenInvariant(
+                f"NVMe used, reserved, removing: {counted} counted, {used, reserved, removing} there"
+            )

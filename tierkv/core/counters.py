@@ -1,0 +1,34 @@
+"""What the core has counted since it began. Only ever grows; metrics and `status` read it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Counters:
+    asked_tokens: int = 0  # of acquires
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # by the tier they came from
+    stored_tokens: int = 0  # became visible
+    duplicate_blocks: int = 0
+    leases: int = 0
+    tickets: int = 0
+    aborted_tickets: Counter[str] = field(default_factory=Counter)
+    revoked_leases: int = 0
+    refused_blocks: Counter[str] = field(default_factory=Counter)  # not granted a slot, by reason
+    shortened_leases: Counter[str] = field(default_factory=Counter)
+    evicted_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (tier, reason)
+    evicted_blocks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    dropped_unwritten_bytes: Counter[str] = field(default_factory=Counter)  # left host memory and was nowhere else
+    dropped_writes: Counter[str] = field(default_factory=Counter)
+    flushed_extents: int = 0
+    nvme_written_bytes: int = 0
+    nvme_write_seconds: float = 0.0
+    nvme_read_bytes: int = 0
+    nvme_read_seconds: float = 0.0
+    promoted_blocks: int = 0
+    failed_reads: Counter[str] = field(default_factory=Counter)
+    damaged_extents: Counter[str] = field(default_factory=Counter)
+    stale_staged_blocks: int = 0
+    worker_deaths: int = 0

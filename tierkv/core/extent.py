@@ -1,0 +1,151 @@
+"""Extents: runs of consecutive blocks along one prefix, and where their bytes are.
+
+    block   0 1 2 3 4 5 6 7        keys, parent: fixed for a block once it is visible
+    host    # # # # # . . .        per rank, a length: len(slots)
+    nvme    # # # # # # # #        a file per rank, whole or not there
+
+Invariant: each block has a usable copy in every rank: the file is PRESENT, or every rank's host length is the extent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from tierkv.core.keys import KEY_BYTES
+from tierkv.core.residency import NvmeEvent, NvmeState, next_state
+
+
+class Branch:
+    """The place behind one block where extents begin: who owns that block, and who hangs there."""
+
+    __slots__ = ("host_kids", "index", "kids", "owner")
+
+    def __init__(self) -> None:
+        self.owner: Extent | None = None
+        self.index = -1  # of the block within the owner
+        self.kids: set[Extent] = set()
+        self.host_kids = 0  # how many of them have blocks in host memory
+
+
+class Doomed:
+    """Slots of blocks that are gone from the tree while somebody may still touch them."""
+
+    __slots__ = ("slots", "waits_for")
+
+    def __init__(self, slots: list[int], waits_for: set[Hashable]) -> None:
+        self.slots = slots
+        self.waits_for = waits_for
+
+
+class Extent:
+    """`keys` are packed; `slots[rank]` are the host copies, from the first block on.
+
+    Two segments of recency: blocks [0, hot_blocks) were last used at `last_used`, the cold tail behind them at
+    `tail_used`.
+    """
+
+    __slots__ = (
+        "above",
+        "branch_points",
+        "condemned",
+        "created",
+        "doomed",
+        "extras",
+        "first_token",
+        "group",
+        "hits",
+        "holds",
+        "hot_blocks",
+        "in_tree",
+        "is_stray",
+        "key",
+        "keys",
+        "last_append",
+        "last_used",
+        "longest_gap",
+        "num_blocks",
+        "nvme",
+        "nvme_bytes",
+        "ops",
+        "parent",
+        "ranks_found",
+        "reading",
+        "sealed",
+        "slots",
+        "tail_used",
+        "tokens",
+    )
+
+    def __init__(
+        self, *, group: bytes, key: bytes, parent: bytes, first_token: int, ranks: int, created: float
+    ) -> None:
+        self.group = group
+        self.key = key
+        self.parent = parent
+        self.first_token = first_token
+        self.keys = b""
+        self.num_blocks = 0
+        self.tokens: bytes | None = b""  # None: only in the file's header
+        self.extras: dict[int, list[bytes]] = {}
+        self.sealed = False
+        self.in_tree = False
+        self.condemned = False  # its file must go as soon as the operations on it end
+        self.is_stray = False  # a worker that died may have left a file of it
+        self.slots: list[list[int]] = [[] for _ in range(ranks)]
+        self.nvme = NvmeState.ABSENT
+        self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT
+        self.ranks_found = 0
+        self.ops: set[int] = set()  # writes or removes in flight
+        self.reading: dict[int, int] = {}  # rank -> op of the read that fills its slots
+        self.holds: dict[Hashable, int] = {}  # who -> how many blocks from the first must stay
+        self.doomed: list[Doomed] = []
+        self.above: Branch | None = None
+        self.branch_points: dict[int, Branch] = {}
+        self.created = created
+        self.last_used = created
+        self.tail_used = created
+        self.hot_blocks = 0
+        self.hits = 0
+        self.last_append = created
+        self.longest_gap = 0.0
+
+    def __repr__(self) -> str:
+        host = "/".join(str(len(slots)) for slots in self.slots)
+        return (
+            f"<extent {self.key[:4].hex()} at token {self.first_token}: {self.num_blocks} blocks, "
+            f"{'sealed' if self.sealed else 'growing'}, host {host}, nvme {self.nvme}, holds {len(self.holds)}>"
+        )
+
+    def block_key(self, index: int) -> bytes:
+        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks in host memory in every rank."""
+        return min(map(len, self.slots))
+
+    @property
+    def longest_host_blocks(self) -> int:
+        """Blocks in host memory in some rank."""
+        return max(map(len, self.slots))
+
+    @property
+    def held_blocks(self) -> int:
+        return max(self.holds.values(), default=0)
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.parent != self.group and (self.above is None or self.above.owner is None)
+
+    def move(self, event: NvmeEvent) -> None:
+        self.nvme = next_state(self.nvme, event, repr(self))
+
+    def touch(self, blocks: int, now: float) -> None:
+        """A hit that reached `blocks` blocks deep."""
+        if blocks >= self.num_blocks:
+            self.tail_used = now
+        elif blocks < self.hot_blocks:
+            self.tail_used = self.last_used
+        self.hot_blocks = blocks
+        self.last_used = now
+        self.hits += 1

@@ -1,0 +1,219 @@
+"""Leases and tickets, and the answers and notices of the core.
+
+    ticket   the right to write given slots   ends with commit, abort, or the proven end of its holder
+    lease    the right to read given slots    ends with release (of each rank), or the proven end of its holders
+
+Grant ids are chosen by the client. An id lives once: what ended is remembered, so that a repeated or late message
+finds the same answer, and an abort or release that overtakes its grant still counts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierkv.core.extent import Extent
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import ManifestEntry
+from tierkv.core.reasons import Reason
+
+# ---- what the core is told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """A group as an engine (or identity.json on disk) declares it. Names and manifest are for people."""
+
+    group: bytes
+    identity: Identity
+    model_name: str = ""
+    adapter_name: str = ""
+    manifest: tuple[ManifestEntry, ...] = ()
+    persistent: bool = True
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`blocks` from token 0 without a hole in every rank, the first `host_blocks` of them in host memory."""
+
+    blocks: int
+    host_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's slots, one for each block of the lease, and their generations when it was granted."""
+
+    rank: int
+    offsets: list[int]
+    generations: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """`blocks` from token 0 may be read until release; the last `nvme_blocks` of them were promoted for it."""
+
+    grant: bytes
+    blocks: int
+    nvme_blocks: int
+    cached_blocks: int
+    parts: tuple[Part, ...]
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The answer comes later, as a notice with the same id, at the request's deadline at the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: Reason
+
+
+GRANTED, PRESENT, PENDING, NO_ROOM = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """`states` holds GRANTED, PRESENT, PENDING or NO_ROOM for each block asked for; `offsets` and `generations` one
+    entry for each GRANTED one. With none granted there is no ticket to end."""
+
+    grant: bytes
+    states: bytes
+    offsets: list[int]
+    generations: list[int]
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Blocks of this ticket that can be matched now, and those that wait for a predecessor or for other ranks."""
+
+    visible: int
+    staged: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealAnswer:
+    blocks: int
+    flushed_blocks: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dirty:
+    """What would be lost if the node went away now: extents and bytes not yet flushed that are meant to be."""
+
+    extents: int
+    num_bytes: int
+
+
+# ---- notices
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReady:
+    grant: bytes
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class SealReady:
+    seal_id: int
+    answer: SealAnswer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """Blocks of an extent left a tier; `to` is the tier where they still are, or "dropped"."""
+
+    group: bytes
+    key: bytes
+    tier: str
+    to: str
+    blocks: int
+    num_bytes: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A write to NVMe that will not happen; the blocks stay in host memory for as long as they are not evicted."""
+
+    group: bytes
+    key: bytes
+    blocks: int
+    num_bytes: int
+    reason: Reason
+
+
+Notice = LeaseReady | SealReady | Evicted | Dropped
+
+
+# ---- what the core remembers of live grants
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TicketState:
+    grant: bytes
+    session: bytes
+    holder: bytes
+    group: bytes
+    rank: int
+    keys: bytes  # the chain from token 0
+    first: int
+    tokens: bytes  # of blocks [first, end)
+    extras: Mapping[int, Sequence[bytes]]
+    blocks: list[int]  # indices of the granted blocks in the chain
+    offsets: list[int]
+    path: list[Extent]  # extents held so that the prefix stays while its continuation is written
+    answer: Reservation
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A stretch of a prompt that lies in one extent: blocks [start, start + blocks) are its first `blocks`."""
+
+    extent: Extent
+    start: int
+    blocks: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LeaseState:
+    grant: bytes
+    session: bytes
+    group: bytes
+    holders: dict[int, bytes]  # rank -> session, of the parts not yet ended
+    ranks: tuple[int, ...]
+    path: list[Segment]
+    asked_blocks: int
+    cached_blocks: int
+    host_blocks: int  # resident when it was asked for
+    deadline: float
+    revocable: bool
+    created: float
+    shortened: Reason | None = None
+    answer: Lease | None = None  # None while promotions run
+
+
+@dataclass(slots=True)
+class EndedGrants:
+    """Ids that are over, with the answer that a repeated message gets. Bounded: the oldest are forgotten."""
+
+    capacity: int = 65_536
+    _answers: OrderedDict[bytes, Committed | Refused] = field(default_factory=OrderedDict)
+
+    def remember(self, grant: bytes, answer: Committed | Refused) -> None:
+        self._answers[grant] = answer
+        self._answers.move_to_end(grant)
+        if len(self._answers) > self.capacity:
+            self._answers.popitem(last=False)
+
+    def get(self, grant: bytes) -> Committed | Refused | None:
+        return self._answers.get(grant)

@@ -1,0 +1,299 @@
+"""The books: groups, sessions, the tree, the slots, and the few steps that change who owns what.
+
+Every slot in use belongs to exactly one of: a ticket, a staged block, a block of an extent, a read in flight, or the
+doomed slots of blocks that are gone while somebody may still touch them. The steps here keep that true.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, MutableSequence
+from dataclasses import dataclass, field
+
+from tierkv.core.counters import Counters
+from tierkv.core.extent import Doomed, Extent
+from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, TicketState
+from tierkv.core.instructions import AnyInstruction
+from tierkv.core.keys import TOKEN_BYTES
+from tierkv.core.prefix_tree import PrefixTree
+from tierkv.core.residency import NvmeState
+from tierkv.core.slabs import PAGE_BYTES, SlabPool
+from tierkv.core.value import EvictionOrder, LeastRecentlyUsed
+
+Effect = AnyInstruction | Notice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes in bytes, durations in seconds. `nvme_bytes` 0: there is no NVMe tier."""
+
+    host_bytes: int
+    slab_bytes: int
+    extent_bytes: int
+    nvme_bytes: int
+    seal_after_seconds: float
+    session_bytes: int
+    inflight_writes: int
+    inflight_reads: int
+    page_bytes: int = PAGE_BYTES
+    staged_seconds: float = 60.0
+    touch_seconds: float = 5.0
+    revoke_after_seconds: float = 30.0
+    retry_seconds: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One identity's share. The sums are kept as extents change, so that a report reads them and scans nothing."""
+
+    spec: GroupSpec
+    ranks: int
+    block_tokens: int
+    block_bytes: int
+    slot_bytes: int
+    persistent: bool
+    extents: int = 0
+    blocks: int = 0
+    host_slots: int = 0
+    nvme_bytes: int = 0
+    last_used: float = 0.0
+
+    def file_bytes(self, num_blocks: int) -> int:
+        """Upper bound of one rank's file: the header with its keys, checksums and tokens, then the blocks."""
+        header = 4096 + num_blocks * (2 * 32 + TOKEN_BYTES * self.block_tokens + 16)
+        return -(-header // PAGE_BYTES) * PAGE_BYTES + num_blocks * self.slot_bytes
+
+
+@dataclass(slots=True, eq=False)
+class SessionState:
+    session: bytes
+    groups: set[bytes] = field(default_factory=set)
+    tickets: set[bytes] = field(default_factory=set)  # held, not merely asked for
+    leases: set[bytes] = field(default_factory=set)
+    held_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StagedBlock:
+    """A committed block that is not visible yet: its predecessor, or another rank's part, is missing."""
+
+    group: bytes
+    key: bytes
+    parent: bytes
+    index: int  # in its prompt
+    tokens: bytes
+    extras: list[bytes]
+    slots: dict[int, int]  # rank -> slot
+    since: float
+
+
+class Ledger:
+    def __init__(self, limits: Limits, generations: MutableSequence[int]) -> None:
+        self.limits = limits
+        self.pool = SlabPool(limits.host_bytes, limits.slab_bytes, generations, page_bytes=limits.page_bytes)
+        self.tree = PrefixTree()
+        self.groups: dict[bytes, Group] = {}
+        self.sessions: dict[bytes, SessionState] = {}
+        self.tickets: dict[bytes, TicketState] = {}
+        self.leases: dict[bytes, LeaseState] = {}
+        self.ended = EndedGrants()
+        self.writing: dict[tuple[bytes, int], bytes] = {}  # (block key, rank) -> grant of the ticket
+        self.staged: dict[bytes, StagedBlock] = {}
+        self.staged_children: dict[bytes, list[bytes]] = {}
+        self.unsealed: dict[Extent, None] = {}
+        self.touched: dict[Extent, None] = {}
+        self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
+        self.nvme_order: EvictionOrder = LeastRecentlyUsed()
+        self.doomed_bytes = 0
+        self.counts = Counters()
+        self.effects: deque[Effect] = deque()
+
+    @property
+    def has_nvme(self) -> bool:
+        return self.limits.nvme_bytes > 0
+
+    def group_of(self, extent: Extent) -> Group:
+        return self.groups[extent.group]
+
+    def add_group(self, spec: GroupSpec) -> Group:
+        layout = spec.identity.layout
+        group = self.groups[spec.group] = Group(
+            spec=spec,
+            ranks=spec.identity.parallel.shards,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.total_block_bytes,
+            slot_bytes=self.pool.slot_bytes(layout.total_block_bytes),
+            persistent=spec.persistent and spec.identity.is_persistent,
+        )
+        return group
+
+    def host_order(self, slot_bytes: int) -> EvictionOrder:
+        order = self.host_orders.get(slot_bytes)
+        if order is None:
+            order = self.host_orders[slot_bytes] = LeastRecentlyUsed()
+        return order
+
+    # ---- extents come, grow, shrink, go
+
+    def add_extent(self, extent: Extent, above: Extent | None, index: int) -> None:
+        group = self.group_of(extent)
+        self.tree.add(extent, above, index)
+        group.extents += 1
+        group.blocks += extent.num_blocks
+        group.last_used = max(group.last_used, extent.last_used)
+        if not extent.sealed:
+            self.unsealed[extent] = None
+
+    def grow_extent(self, extent: Extent, key: bytes, slots: list[int]) -> None:
+        """Append one block that every rank has in host memory."""
+        group = self.group_of(extent)
+        self.tree.grow(extent, key)
+        group.blocks += 1
+        for rank, slot in enumerate(slots):
+            self.append_host(extent, rank, [slot])
+        adopted = extent.branch_points.get(extent.num_blocks - 1)
+        if adopted is not None:
+            self._reconsider_all(adopted.kids)
+
+    def cut_extent(self, extent: Extent, num_blocks: int) -> None:
+        """The blocks from `num_blocks` on are no longer cached, in any rank. Down to 0 the extent leaves the tree."""
+        group = self.group_of(extent)
+        for rank in range(group.ranks):
+            self.cut_host(extent, rank, num_blocks)
+        group.blocks -= extent.num_blocks - num_blocks
+        orphans = [kid for index, branch in extent.branch_points.items() if index >= num_blocks for kid in branch.kids]
+        if num_blocks == 0:
+            self._remove_extent(extent)
+            self._reconsider_all(orphans)
+            return
+        self.tree.cut(extent, num_blocks)
+        self._reconsider_all(orphans)
+        if extent.tokens is not None:
+            extent.tokens = extent.tokens[: num_blocks * group.block_tokens * TOKEN_BYTES]
+        extent.extras = {index: extra for index, extra in extent.extras.items() if index < num_blocks}
+        extent.hot_blocks = min(extent.hot_blocks, num_blocks)
+
+    def _remove_extent(self, extent: Extent) -> None:
+        group = self.group_of(extent)
+        above = extent.above.owner if extent.above is not None else None
+        self.tree.remove(extent)
+        group.extents -= 1
+        self.unsealed.pop(extent, None)
+        self.touched.pop(extent, None)
+        self.host_order(group.slot_bytes).withdraw(extent)
+        self.nvme_order.withdraw(extent)
+        if above is not None:
+            self.reconsider(above)
+
+    # ---- host slots of an extent
+
+    def append_host(self, extent: Extent, rank: int, slots: list[int]) -> None:
+        before = extent.longest_host_blocks
+        extent.slots[rank].extend(slots)
+        self._host_changed(extent, before, len(slots))
+
+    def cut_host(self, extent: Extent, rank: int, num_blocks: int) -> None:
+        """Give up a rank's host copies from `num_blocks` on: at once, or when the last who holds them lets go."""
+        slots = extent.slots[rank][num_blocks:]
+        if not slots:
+            return
+        before = extent.longest_host_blocks
+        del extent.slots[rank][num_blocks:]
+        waits_for = {who for who, blocks in extent.holds.items() if blocks > num_blocks}
+        if waits_for:
+            extent.doomed.append(Doomed(slots, waits_for))
+            self.doomed_bytes += len(slots) * self.group_of(extent).slot_bytes
+        else:
+            self.pool.release(slots)
+        self._host_changed(extent, before, -len(slots))
+
+    def _host_changed(self, extent: Extent, before: int, change: int) -> None:
+        self.group_of(extent).host_slots += change
+        after = extent.longest_host_blocks
+        if extent.above is not None and (before > 0) != (after > 0):
+            extent.above.host_kids += 1 if after > 0 else -1
+            if extent.above.owner is not None:
+                self.reconsider(extent.above.owner)
+
+    def hold(self, extent: Extent, who: Hashable, blocks: int) -> None:
+        extent.holds[who] = max(blocks, extent.holds.get(who, 0))
+        self.reconsider(extent)
+
+    def unhold(self, extent: Extent, who: Hashable) -> None:
+        if extent.holds.pop(who, None) is None:
+            return
+        for doomed in extent.doomed:
+            doomed.waits_for.discard(who)
+            if not doomed.waits_for:
+                self.pool.release(doomed.slots)
+                self.doomed_bytes -= len(doomed.slots) * self.group_of(extent).slot_bytes
+        extent.doomed = [doomed for doomed in extent.doomed if doomed.waits_for]
+        self.reconsider(extent)
+
+    # ---- who may be evicted
+
+    def host_floor(self, extent: Extent) -> int | None:
+        """The block from which on this extent's host copies may go; None: none may."""
+        group = self.group_of(extent)
+        if not extent.in_tree or extent.reading:
+            return None
+        if self.has_nvme and group.persistent and not self._is_settled(extent):
+            return None
+        floor = extent.held_blocks
+        is_on_nvme = extent.nvme is NvmeState.PRESENT
+        for index, branch in extent.branch_points.items():
+            if branch.host_kids or (branch.kids and not is_on_nvme):
+                floor = max(floor, index + 1)
+        return floor if floor < extent.longest_host_blocks else None
+
+    def may_leave_nvme(self, extent: Extent) -> bool:
+        return (
+            extent.in_tree
+            and extent.nvme is NvmeState.PRESENT
+            and not extent.holds
+            and not extent.reading
+            and not any(branch.kids for branch in extent.branch_points.values())
+        )
+
+    def reconsider(self, extent: Extent) -> None:
+        """Offer the extent to the eviction orders, or take it back, after something about it has changed."""
+        if not extent.in_tree:
+            return
+        order = self.host_order(self.group_of(extent).slot_bytes)
+        floor = self.host_floor(extent)
+        if floor is None:
+            order.withdraw(extent)
+        else:
+            order.offer(
+                extent, extent.tail_used if extent.hot_blocks < extent.longest_host_blocks else extent.last_used
+            )
+        if self.may_leave_nvme(extent):
+            self.nvme_order.offer(extent, extent.last_used)
+        else:
+            self.nvme_order.withdraw(extent)
+
+    def _reconsider_all(self, extents: Iterable[Extent]) -> None:
+        for extent in list(extents):
+            self.reconsider(extent)
+
+    def _is_settled(self, extent: Extent) -> bool:
+        """Nothing on its way to NVMe that these host copies are needed for."""
+        return extent.sealed and extent.nvme in (NvmeState.ABSENT, NvmeState.PRESENT, NvmeState.REMOVING)
+
+    # ---- staged blocks
+
+    def stage(self, block: StagedBlock) -> None:
+        self.staged[block.key] = block
+        self.staged_children.setdefault(block.parent, []).append(block.key)
+
+    def unstage(self, key: bytes) -> StagedBlock:
+        block = self.staged.pop(key)
+        siblings = self.staged_children[block.parent]
+        siblings.remove(key)
+        if not siblings:
+            del self.staged_children[block.parent]
+        return block
+
+    def drop_staged(self, key: bytes) -> None:
+        self.pool.release(list(self.unstage(key).slots.values()))
+        self.counts.stale_staged_blocks += 1

@@ -1,0 +1,127 @@
+"""Slots in the arena. A slab holds slots of one size; it goes to the size that needs it and comes back when empty.
+
+    arena   | slab: slots of 372,736 bytes | slab: slots of 8,192 | unassigned | ...
+    slot    a byte offset; its generation counts how often its memory was given up, so that a late reader notices
+
+Slots are handed out in ascending order, so that blocks stored together lie together and copy in one piece.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import MutableSequence
+
+from tierkv.errors import BrokenInvariant
+
+PAGE_BYTES = 4096
+
+
+class _Slab:
+    __slots__ = ("base", "free", "slot_bytes", "used")
+
+    def __init__(self, base: int, slab_bytes: int, slot_bytes: int) -> None:
+        self.base = base
+        self.slot_bytes = slot_bytes
+        self.free = [base + index * slot_bytes for index in range(slab_bytes // slot_bytes)]  # a heap, being sorted
+        self.used: set[int] = set()
+
+
+class SlabPool:
+    """`capacity_bytes` is the arena; `limit_bytes` what of it may be in use now (less after a front restart, while
+    engines of the last incarnation still hold its arena)."""
+
+    def __init__(
+        self, capacity_bytes: int, slab_bytes: int, generations: MutableSequence[int], *, page_bytes: int = PAGE_BYTES
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.slab_bytes = min(slab_bytes, capacity_bytes) // page_bytes * page_bytes
+        self.page_bytes = page_bytes
+        self.limit_bytes = capacity_bytes
+        self._generations = generations
+        count = capacity_bytes // self.slab_bytes if self.slab_bytes else 0
+        self._unassigned = [index * self.slab_bytes for index in range(count)]
+        self._slabs: dict[int, _Slab] = {}  # base -> slab
+        self._open: dict[int, list[int]] = {}  # slot size -> heap of bases with (perhaps) a free slot
+        self._free_slots: dict[int, int] = {}
+        self.used_bytes = 0
+
+    def slot_bytes(self, block_bytes: int) -> int:
+        return -(-block_bytes // self.page_bytes) * self.page_bytes
+
+    def fits(self, slot_bytes: int) -> bool:
+        return 0 < slot_bytes <= self.slab_bytes
+
+    def available(self, slot_bytes: int) -> int:
+        """Slots of this size that can be had without giving anything up."""
+        if not self.fits(slot_bytes):
+            return 0
+        return self._free_slots.get(slot_bytes, 0) + self._assignable() * (self.slab_bytes // slot_bytes)
+
+    def allocate(self, slot_bytes: int, count: int) -> list[int]:
+        """Up to `count` slots, lowest first."""
+        slots: list[int] = []
+        while len(slots) < count:
+            slab = self._slab_with_room(slot_bytes)
+            if slab is None:
+                break
+            while slab.free and len(slots) < count:
+                slot = heapq.heappop(slab.free)
+                slab.used.add(slot)
+                slots.append(slot)
+            if not slab.free:
+                heapq.heappop(self._open[slot_bytes])  # this slab; its next free slot puts it back
+        self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) - len(slots)
+        self.used_bytes += len(slots) * slot_bytes
+        return slots
+
+    def release(self, slots: list[int]) -> None:
+        """Give memory up. The generation moves first, so that whoever still reads can tell."""
+        for slot in slots:
+            base = slot // self.slab_bytes * self.slab_bytes
+            slab = self._slabs.get(base)
+            if slab is None or slot not in slab.used:
+                raise BrokenInvariant(f"slot {slot} is freed twice")
+            self._generations[slot // self.page_bytes] += 1
+            slab.used.remove(slot)
+            heapq.heappush(slab.free, slot)
+            self._free_slots[slab.slot_bytes] += 1
+            self.used_bytes -= slab.slot_bytes
+            if not slab.used:
+                self._give_back(slab)
+            elif len(slab.free) == 1:
+                heapq.heappush(self._open[slab.slot_bytes], base)
+
+    def generation(self, slot: int) -> int:
+        return self._generations[slot // self.page_bytes]
+
+    def slabs_of_other_sizes(self, slot_bytes: int) -> list[tuple[int, int]]:
+        """(base, used slots) of slabs that another size holds, emptiest first."""
+        others = [slab for slab in self._slabs.values() if slab.slot_bytes != slot_bytes]
+        return [(slab.base, len(slab.used)) for slab in sorted(others, key=lambda s: len(s.used) * s.slot_bytes)]
+
+    def used_slots(self) -> set[int]:
+        return set().union(*(slab.used for slab in self._slabs.values()))
+
+    def _assignable(self) -> int:
+        allowed = self.limit_bytes // self.slab_bytes if self.slab_bytes else 0
+        return max(0, min(len(self._unassigned), allowed - len(self._slabs)))
+
+    def _slab_with_room(self, slot_bytes: int) -> _Slab | None:
+        bases = self._open.setdefault(slot_bytes, [])
+        while bases:
+            slab = self._slabs.get(bases[0])
+            if slab is not None and slab.slot_bytes == slot_bytes and slab.free:
+                return slab
+            heapq.heappop(bases)
+        if not self._assignable() or not self.fits(slot_bytes):
+            return None
+        slab = _Slab(heapq.heappop(self._unassigned), self.slab_bytes, slot_bytes)
+        self._slabs[slab.base] = slab
+        self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + len(slab.free)
+        heapq.heappush(bases, slab.base)
+        return slab
+
+    def _give_back(self, slab: _Slab) -> None:
+        del self._slabs[slab.base]
+        self._free_slots[slab.slot_bytes] -= len(slab.free)
+        heapq.heappush(self._unassigned, slab.base)

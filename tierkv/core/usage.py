@@ -1,0 +1,80 @@
+"""What is held, for `du`, `status` and metrics: sums that the books already keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierkv.core.cascade import Cascade
+from tierkv.core.grants import GroupSpec
+from tierkv.core.ledger import Ledger
+from tierkv.core.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupUsage:
+    spec: GroupSpec
+    persistent: bool
+    reachable: bool
+    ranks: int
+    extents: int
+    tokens: int
+    host_bytes: int
+    nvme_bytes: int
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBytes:
+    """`used + reserved + overhead <= capacity`. Reserved: being written or filled, or held for somebody who may be."""
+
+    tier: str
+    capacity_bytes: int
+    used_bytes: int
+    reserved_bytes: int
+    overhead_bytes: int
+    is_writable: bool = True
+    reason: Reason | None = None
+
+
+def group_usage(ledger: Ledger) -> list[GroupUsage]:
+    reachable = {group for session in ledger.sessions.values() for group in session.groups}
+    return [
+        GroupUsage(
+            spec=group.spec,
+            persistent=group.persistent,
+            reachable=key in reachable,
+            ranks=group.ranks,
+            extents=group.extents,
+            tokens=group.blocks * group.block_tokens,
+            host_bytes=group.host_slots * group.slot_bytes,
+            nvme_bytes=group.nvme_bytes,
+            last_used=group.last_used,
+        )
+        for key, group in ledger.groups.items()
+    ]
+
+
+def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
+    resident = sum(group.host_slots * group.slot_bytes for group in ledger.groups.values())
+    tiers = [
+        TierBytes(
+            tier="host",
+            capacity_bytes=ledger.limits.host_bytes,
+            used_bytes=resident,
+            reserved_bytes=ledger.pool.used_bytes - resident,
+            overhead_bytes=ledger.limits.host_bytes - ledger.pool.limit_bytes,
+        )
+    ]
+    if ledger.has_nvme:
+        tiers.append(
+            TierBytes(
+                tier="nvme",
+                capacity_bytes=ledger.limits.nvme_bytes,
+                used_bytes=cascade.nvme_used,
+                reserved_bytes=cascade.nvme_reserved,
+                overhead_bytes=cascade.overhead_bytes,
+                is_writable=cascade.is_writable,
+                reason=cascade.why_not_writable,
+            )
+        )
+    return tiers
