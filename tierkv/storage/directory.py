@@ -180,15 +180,16 @@ class DataDirectory:
 
     # ---- temp files
 
-    def create_temp(self) -> tuple[str, int]:
-        """A new file in tmp/: its name, and a descriptor for writing (O_DIRECT where that works)."""
+    def create_temp(self, *, direct: bool) -> tuple[str, int]:
+        """A new file in tmp/: its name, and a descriptor for writing (`direct`: with O_DIRECT where that works)."""
         name = f"{os.getpid()}-{self._token}-{next(self._temp_numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.folder((TEMP,)) as folder_fd:
             fd = call("open", os.open, name, flags, 0o600, dir_fd=folder_fd)
             try:
                 call("fchmod", os.fchmod, fd, 0o600)
-                self.use_direct(fd)
+                if direct:
+                    self.use_direct(fd)
             except BaseException:
                 os.close(fd)
                 os.unlink(name, dir_fd=folder_fd)
@@ -333,7 +334,7 @@ class DataDirectory:
     def _prove_writable(self) -> None:
         """Write one page as an extent is written. A full disk is no reason to refuse: hits are still served."""
         try:
-            name, fd = self.create_temp()
+            name, fd = self.create_temp(direct=True)
         except StorageError as error:
             if error.reason != Reason.DISK_FULL:
                 raise

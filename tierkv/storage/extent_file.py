@@ -43,8 +43,9 @@ from tierkv.storage.format import (
     encode_header,
     stored_bytes,
 )
-from tierkv.storage.names import TEMP, ExtentName, Parts
+from tierkv.storage.names import ExtentName, Parts
 from tierkv.storage.system_calls import Failure, call
+from tierkv.storage.temp_file import TempFile
 from tierkv.storage.transfer import PIECE_BYTES, BlockFile, mapped_pages
 
 __all__ = [
@@ -127,17 +128,17 @@ def write_extent(
     except DamagedFile as error:
         return Failure(Reason(error.reason), "encode", "", error.problem)
     try:
-        with _TempFile(directory) as temp:
+        with TempFile(directory, direct=True) as temp:
             payload = BlockFile(directory, temp.fd, len(encoded))
             digests = transfer.write_blocks(payload, blocks, directory.hashers)
             _write_header(
                 directory, temp.fd, msgspec.structs.replace(header, checksums=b"".join(digests)), len(encoded)
             )
-            call("fdatasync", os.fdatasync, temp.fd)
+            temp.flush()
             reached("temp_written")
             size = payload.offset
             reached("before_rename")
-            temp.publish(name)
+            temp.publish(name.folder, name.file, refuse=lambda folder_fd: _refuse_to_replace(folder_fd, name.file))
             reached("renamed")
     except StorageError as error:
         return _write_failure(directory, error)
@@ -203,44 +204,9 @@ def _slots(arena: memoryview, offsets: list[int], block_bytes: int) -> list[memo
     return [arena[offset : offset + size] for offset in offsets]
 
 
-class _TempFile:
-    """A temp file that is renamed into place or removed, whatever happens."""
-
-    def __init__(self, directory: DataDirectory) -> None:
-        self._directory = directory
-        self._name: str | None = None
-        self.fd = -1
-
-    def __enter__(self) -> _TempFile:
-        self._name, self.fd = self._directory.create_temp()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-        if self._name is not None:
-            self._directory.remove_temp(self._name)
-
-    def publish(self, name: ExtentName) -> None:
-        """Rename into place. Raises StorageError; UnknownFormat or ForeignFile for what must not be replaced."""
-        if self._name is None:
-            raise BrokenInvariant("a temp file is published once")
-        for attempts_left in (1, 0):
-            try:
-                with self._directory.folder(name.folder, create=True) as folder_fd:
-                    _refuse_to_replace(folder_fd, name.file)
-                    with self._directory.folder((TEMP,)) as temp_fd:
-                        call("rename", os.rename, self._name, name.file, src_dir_fd=temp_fd, dst_dir_fd=folder_fd)
-            except StorageError as error:
-                # Another thread may have removed the folder, empty, between our opening it and the rename.
-                if error.errno_name != "ENOENT" or not attempts_left:
-                    raise
-            else:
-                self._name = None
-                return
-
-
 def _refuse_to_replace(folder_fd: int, file: str) -> None:
-    """Nothing there, or a file of a version we know, or a damaged one: may be replaced."""
+    """Nothing there, or a file of a version we know, or a damaged one, may be replaced. Raises UnknownFormat or
+    ForeignFile for the rest."""
     try:
         with open_regular(folder_fd, file) as (fd, found):
             start = call("pread", os.pread, fd, PREFIX_BYTES, 0)
