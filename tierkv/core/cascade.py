@@ -718,6 +718,4 @@ class Cascade:
         removing = sum(e.nvme_bytes for e in known if e.nvme is NvmeState.REMOVING)
         counted = (self.nvme_used, self.nvme_reserved, self.removing_bytes)
         if counted != (used, reserved, removing):
-            raise BrokenInvariant(
-                f"NVMe used, reserved, removing: {counted} counted, {used, reserved, removing} there"
-            )
+            raise BrokenInvariant(f"NVMe used, reserved, removing: {counted} counted, {used, reserved, removing} there")

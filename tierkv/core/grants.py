@@ -184,6 +184,10 @@ class Segment:
     blocks: int
 
 
+def path_blocks(path: list[Segment]) -> int:
+    return path[-1].start + path[-1].blocks if path else 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class LeaseState:
     grant: bytes

@@ -16,6 +16,7 @@ from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Ticke
 from tierkv.core.instructions import AnyInstruction
 from tierkv.core.keys import TOKEN_BYTES
 from tierkv.core.prefix_tree import PrefixTree
+from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 from tierkv.core.slabs import PAGE_BYTES, SlabPool
 from tierkv.core.value import EvictionOrder, LeastRecentlyUsed
@@ -68,8 +69,6 @@ class Group:
 class SessionState:
     session: bytes
     groups: set[bytes] = field(default_factory=set)
-    tickets: set[bytes] = field(default_factory=set)  # held, not merely asked for
-    leases: set[bytes] = field(default_factory=set)
     held_bytes: int = 0
 
 
@@ -107,6 +106,7 @@ class Ledger:
         self.doomed_bytes = 0
         self.counts = Counters()
         self.effects: deque[Effect] = deque()
+        self.is_closing = False
 
     @property
     def has_nvme(self) -> bool:
@@ -132,6 +132,16 @@ class Ledger:
         if order is None:
             order = self.host_orders[slot_bytes] = LeastRecentlyUsed()
         return order
+
+    def blocks_allowed(self, group: Group, holders: list[bytes], blocks: int) -> tuple[int, Reason | None]:
+        """What the sessions may still hold, in blocks."""
+        reason = None
+        for holder in set(holders):
+            cost = group.slot_bytes * holders.count(holder)
+            left = self.limits.session_bytes - self.sessions[holder].held_bytes
+            if blocks * cost > left:
+                blocks, reason = max(0, left // cost), Reason.SESSION_CAP
+        return blocks, reason
 
     # ---- extents come, grow, shrink, go
 

@@ -1,0 +1,266 @@
+"""Leases: who may read which slots, from the asking to the last rank's release.
+
+A lease holds its extents from the moment it is asked for, so that nothing of it is evicted while the rest is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tierkv.core.cascade import Cascade
+from tierkv.core.extent import Extent
+from tierkv.core.grants import Lease, LeaseReady, LeaseState, Part, Refused, Segment, Waiting, path_blocks
+from tierkv.core.keys import count_keys
+from tierkv.core.ledger import Ledger
+from tierkv.core.reasons import Reason
+
+_NEVER = float("inf")
+
+
+class Leases:
+    def __init__(self, ledger: Ledger, cascade: Cascade) -> None:
+        self._ledger = ledger
+        self._cascade = cascade
+        self._waiting: dict[bytes, LeaseState] = {}
+
+    def acquire(
+        self,
+        *,
+        grant: bytes,
+        session: bytes,
+        group: bytes,
+        keys: bytes,
+        holders: tuple[tuple[int, bytes], ...] = (),
+        max_blocks: int,
+        deadline: float,
+        revocable: bool = False,
+        now: float,
+    ) -> Lease | Waiting | Refused:
+        """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders`."""
+        ledger = self._ledger
+        known = ledger.leases.get(grant)
+        if known is not None:
+            return known.answer or Waiting()
+        if ledger.ended.get(grant) is not None:
+            return _empty_lease(grant, 0, Reason.GRANT_ENDED)
+        if ledger.is_closing:
+            return Refused(Reason.SHUTDOWN)
+        by_rank = dict(holders) or {0: session}
+        if any(holder not in ledger.sessions for holder in by_rank.values()):
+            return Refused(Reason.SESSION_GONE)
+        shape = ledger.groups[group]
+        if any(not 0 <= rank < shape.ranks for rank in by_rank):
+            return Refused(Reason.LAYOUT_MISMATCH)
+        path = ledger.tree.walk(keys)
+        cached = path[-1].start + path[-1].blocks if path else 0
+        allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
+        path = _clip(path, allowed)
+        if not path:
+            ledger.counts.asked_tokens += count_keys(keys) * shape.block_tokens
+            ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
+            return _empty_lease(grant, cached, reason)
+        lease = LeaseState(
+            grant=grant,
+            session=session,
+            group=group,
+            holders=by_rank,
+            ranks=tuple(by_rank),
+            path=path,
+            asked_blocks=count_keys(keys),
+            cached_blocks=cached,
+            host_blocks=self._resident_blocks(path, tuple(by_rank)),
+            deadline=deadline,
+            revocable=revocable,
+            created=now,
+            shortened=reason,
+        )
+        ledger.leases[grant] = lease
+        self._charge(lease, allowed)
+        for segment in path:
+            ledger.hold(segment.extent, grant, segment.blocks)
+        self._waiting[grant] = lease
+        self._want_reads(lease, now)
+        self._settle(lease, now)
+        if lease.answer is None:
+            return Waiting()
+        ledger.effects = deque(e for e in ledger.effects if not (isinstance(e, LeaseReady) and e.grant == grant))
+        return lease.answer
+
+    def release(self, grant: bytes, rank: int | None) -> None:
+        """Every copy from the slots of `rank` (None: of all ranks) has completed."""
+        lease = self._ledger.leases.get(grant)
+        if lease is None:
+            if self._ledger.ended.get(grant) is None:
+                self._ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
+            return
+        if rank is None:
+            self._end(lease, Reason.GRANT_ENDED)
+        elif rank in lease.holders:
+            self._end_part(lease, rank, Reason.GRANT_ENDED)
+
+    def end_session(self, session: bytes) -> None:
+        """A session has ended: cancel what it waits for, end the parts it held."""
+        for lease in [lease for lease in self._waiting.values() if lease.session == session]:
+            self._end(lease, Reason.SESSION_GONE)
+        for lease in [lease for lease in self._ledger.leases.values() if session in lease.holders.values()]:
+            for rank in [rank for rank, holder in lease.holders.items() if holder == session]:
+                self._end_part(lease, rank, Reason.SESSION_GONE)
+
+    def settle_changed(self, changed: set[Extent], now: float) -> None:
+        """Extents have got host copies, or won't: grant the leases that waited for it."""
+        for lease in list(self._waiting.values()):
+            if any(segment.extent in changed for segment in lease.path):
+                self._settle(lease, now)
+
+    def settle_due(self, now: float) -> None:
+        for lease in [lease for lease in self._waiting.values() if lease.deadline <= now]:
+            self._settle(lease, now)
+        for lease in [lease for lease in self._ledger.leases.values() if self._revoke_due(lease) <= now]:
+            self._revoke(lease)
+
+    def deadlines(self) -> list[float]:
+        due = [lease.deadline for lease in self._waiting.values()]
+        return due + [self._revoke_due(lease) for lease in self._ledger.leases.values() if lease.revocable]
+
+    def _charge(self, lease: LeaseState, blocks: int) -> None:
+        slot_bytes = self._ledger.groups[lease.group].slot_bytes
+        for holder in lease.holders.values():
+            state = self._ledger.sessions[holder]
+            state.held_bytes += blocks * slot_bytes
+
+    def _uncharge(self, lease: LeaseState, holder: bytes, blocks: int) -> None:
+        state = self._ledger.sessions.get(holder)
+        if state is not None:
+            state.held_bytes -= blocks * self._ledger.groups[lease.group].slot_bytes
+
+    def _want_reads(self, lease: LeaseState, now: float) -> None:
+        for segment in lease.path:
+            for rank in lease.ranks:
+                if len(segment.extent.slots[rank]) < segment.blocks:
+                    self._cascade.want_read(segment.extent, rank, segment.blocks, now)
+
+    @staticmethod
+    def _resident_blocks(path: list[Segment], ranks: tuple[int, ...]) -> int:
+        resident = 0
+        for segment in path:
+            here = min(segment.blocks, *(len(segment.extent.slots[rank]) for rank in ranks))
+            resident += here
+            if here < segment.blocks:
+                break
+        return resident
+
+    def _settle(self, lease: LeaseState, now: float) -> None:
+        """Grant a waiting lease if all it waits for is there, can't come, or is too late."""
+        wanted = path_blocks(lease.path)
+        resident = self._resident_blocks(lease.path, lease.ranks)
+        if resident < wanted:
+            if now < lease.deadline and self._is_progress_due(lease):
+                return
+            problem = self._read_problem(lease)
+            lease.shortened = problem or (Reason.DEADLINE if now >= lease.deadline else Reason.NO_ROOM)
+        self._grant(lease, resident, now)
+
+    def _is_progress_due(self, lease: LeaseState) -> bool:
+        """The first stretch that is not there yet is being read."""
+        for segment in lease.path:
+            missing = [rank for rank in lease.ranks if len(segment.extent.slots[rank]) < segment.blocks]
+            if missing:
+                return any(self._cascade.is_reading(segment.extent, rank) for rank in missing)
+        return False
+
+    def _read_problem(self, lease: LeaseState) -> Reason | None:
+        problems = self._cascade.read_problems
+        return next((problems[s.extent] for s in lease.path if s.extent in problems), None)
+
+    def _grant(self, lease: LeaseState, blocks: int, now: float) -> None:
+        ledger = self._ledger
+        del self._waiting[lease.grant]
+        for holder in lease.holders.values():
+            self._uncharge(lease, holder, path_blocks(lease.path) - blocks)
+        kept = _clip(lease.path, blocks)
+        self._hold_only(lease, kept)
+        lease.path = kept
+        tokens = ledger.groups[lease.group].block_tokens
+        nvme_blocks = max(0, blocks - lease.host_blocks)
+        ledger.counts.asked_tokens += lease.asked_blocks * tokens
+        ledger.counts.hit_tokens["host"] += (blocks - nvme_blocks) * tokens
+        ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
+        if lease.shortened is not None:
+            ledger.counts.shortened_leases[lease.shortened] += 1
+        for segment in kept:
+            segment.extent.touch(segment.blocks, now)
+            ledger.touched[segment.extent] = None
+            ledger.groups[lease.group].last_used = now
+            ledger.reconsider(segment.extent)
+        lease.answer = Lease(
+            grant=lease.grant,
+            blocks=blocks,
+            nvme_blocks=nvme_blocks,
+            cached_blocks=lease.cached_blocks,
+            parts=tuple(self._part(kept, rank) for rank in lease.ranks) if blocks else (),
+            reason=lease.shortened,
+        )
+        ledger.effects.append(LeaseReady(lease.grant, lease.answer))
+        if blocks:
+            ledger.counts.leases += 1
+        else:
+            self._end(lease, Reason.GRANT_ENDED)
+
+    def _part(self, path: list[Segment], rank: int) -> Part:
+        offsets: list[int] = []
+        for segment in path:
+            offsets += segment.extent.slots[rank][: segment.blocks]
+        generation = self._ledger.pool.generation
+        return Part(rank, offsets, [generation(offset) for offset in offsets])
+
+    def _hold_only(self, lease: LeaseState, kept: list[Segment]) -> None:
+        blocks_of = {segment.extent: segment.blocks for segment in kept}
+        for segment in lease.path:
+            blocks = blocks_of.get(segment.extent)
+            if blocks is None:
+                self._ledger.unhold(segment.extent, lease.grant)
+            elif blocks < segment.blocks:
+                # Never let go altogether in between: the blocks that stay might be evicted.
+                segment.extent.holds[lease.grant] = blocks
+                self._ledger.reconsider(segment.extent)
+
+    def _end_part(self, lease: LeaseState, rank: int, reason: Reason) -> None:
+        holder = lease.holders.pop(rank)
+        self._uncharge(lease, holder, path_blocks(lease.path))
+        if not lease.holders:
+            self._end(lease, reason)
+
+    def _end(self, lease: LeaseState, reason: Reason) -> None:
+        if lease.answer is None:  # somebody still waits for one
+            lease.answer = _empty_lease(lease.grant, lease.cached_blocks, reason)
+            self._ledger.effects.append(LeaseReady(lease.grant, lease.answer))
+        for rank in list(lease.holders):
+            self._uncharge(lease, lease.holders.pop(rank), path_blocks(lease.path))
+        for segment in lease.path:
+            self._ledger.unhold(segment.extent, lease.grant)
+        self._waiting.pop(lease.grant, None)
+        self._ledger.leases.pop(lease.grant, None)
+        self._ledger.ended.remember(lease.grant, Refused(reason))
+
+    def _revoke(self, lease: LeaseState) -> None:
+        """Take a lease back from a holder that agreed to it. The slots' generations move when they are given up; the
+        reader compares them after its copy."""
+        self._ledger.counts.revoked_leases += 1
+        self._end(lease, Reason.REVOKED)
+
+    def _revoke_due(self, lease: LeaseState) -> float:
+        is_running = lease.revocable and lease.answer is not None
+        return lease.created + self._ledger.limits.revoke_after_seconds if is_running else _NEVER
+
+
+def _empty_lease(grant: bytes, cached: int, reason: Reason | None) -> Lease:
+    return Lease(grant=grant, blocks=0, nvme_blocks=0, cached_blocks=cached, parts=(), reason=reason)
+
+
+def _clip(path: list[Segment], blocks: int) -> list[Segment]:
+    """The first `blocks` blocks of a path."""
+    return [
+        Segment(segment.extent, segment.start, min(segment.blocks, blocks - segment.start))
+        for segment in path
+        if segment.start < blocks
+    ]

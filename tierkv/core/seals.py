@@ -1,0 +1,93 @@
+"""Seals: freezing what a finished request has made, and telling when it is flushed."""
+
+from __future__ import annotations
+
+from tierkv.core.cascade import Cascade
+from tierkv.core.extent import Extent
+from tierkv.core.grants import SealAnswer, SealReady, Segment, Waiting, path_blocks
+from tierkv.core.ledger import Ledger
+from tierkv.core.reasons import Reason
+from tierkv.core.residency import NvmeState
+
+
+class _WaitingSeal:
+    __slots__ = ("deadline", "path", "seal_id")
+
+    def __init__(self, seal_id: int, path: list[Segment], deadline: float) -> None:
+        self.seal_id = seal_id
+        self.path = path
+        self.deadline = deadline
+
+
+class Seals:
+    def __init__(self, ledger: Ledger, cascade: Cascade) -> None:
+        self._ledger = ledger
+        self._cascade = cascade
+        self._waiting: dict[int, _WaitingSeal] = {}
+
+    def seal(
+        self, *, seal_id: int, keys: bytes, wait_flushed: bool, deadline: float, now: float
+    ) -> SealAnswer | Waiting:
+        path = self._ledger.tree.walk(keys)
+        for segment in path:
+            if not segment.extent.sealed:
+                self._cascade.seal(segment.extent, now)
+        if not wait_flushed:
+            return SealAnswer(path_blocks(path), _flushed_blocks(path))
+        seal = _WaitingSeal(seal_id, path, deadline)
+        answer = self._answer(seal, now)
+        if answer is None:
+            self._waiting[seal_id] = seal
+            return Waiting()
+        return answer
+
+    def seal_idle(self, now: float) -> None:
+        """Extents that have not grown for a while are not going to."""
+        for extent in [extent for extent in self._ledger.unsealed if self._due(extent) <= now]:
+            self._cascade.seal(extent, now)
+
+    def seal_all(self, now: float) -> None:
+        """Parents before what hangs on them, so that a budget that ends early leaves no hole."""
+        for extent in sorted(self._ledger.unsealed, key=lambda extent: extent.first_token):
+            self._cascade.seal(extent, now)
+
+    def deadlines(self) -> list[float]:
+        return [seal.deadline for seal in self._waiting.values()] + [self._due(e) for e in self._ledger.unsealed]
+
+    def _due(self, extent: Extent) -> float:
+        return extent.last_append + max(self._ledger.limits.seal_after_seconds, 4 * extent.longest_gap)
+
+    def settle(self, now: float) -> None:
+        for seal in list(self._waiting.values()):
+            answer = self._answer(seal, now)
+            if answer is not None:
+                del self._waiting[seal.seal_id]
+                self._ledger.effects.append(SealReady(seal.seal_id, answer))
+
+    def _answer(self, seal: _WaitingSeal, now: float) -> SealAnswer | None:
+        """None: not all is flushed, but it may still be."""
+        blocks, flushed = path_blocks(seal.path), _flushed_blocks(seal.path)
+        if flushed == blocks:
+            return SealAnswer(blocks, flushed)
+        if now >= seal.deadline:
+            return SealAnswer(blocks, flushed, Reason.DEADLINE)
+        if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in seal.path):
+            return None
+        return SealAnswer(blocks, flushed, self._why_not_flushed(seal))
+
+    def _why_not_flushed(self, seal: _WaitingSeal) -> Reason:
+        ledger = self._ledger
+        if not ledger.has_nvme:
+            return Reason.NVME_OFF
+        if any(not ledger.group_of(segment.extent).persistent for segment in seal.path):
+            return Reason.NOT_PERSISTENT
+        return self._cascade.why_not_writable or Reason.NVME_FULL
+
+
+def _flushed_blocks(path: list[Segment]) -> int:
+    flushed = 0
+    for segment in path:
+        if segment.extent.nvme is not NvmeState.PRESENT:
+            break
+        flushed += segment.blocks
+    return flushed
