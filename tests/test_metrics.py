@@ -16,10 +16,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierkv.core.counters import Counters
+from tierkv.core.usage import TierBytes
 from tierkv.errors import ConfigError
-from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, TierSnapshot, copy_counters
+from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, copy_counters
 from tierkv.metrics.endpoint import MetricsEndpoint, registry
-from tierkv.metrics.table import METRICS, PREFIX, page
+from tierkv.metrics.table import METRICS, PREFIX, counter_values, page
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -54,7 +55,7 @@ def test_both_tiers_have_a_hit_counter_before_the_first_hit():
 
 
 def test_labels_come_from_what_was_counted():
-    tier = TierSnapshot(tier="nvme", capacity_bytes=100, used_bytes=60, reserved_bytes=5, overhead_bytes=7)
+    tier = TierBytes(tier="nvme", capacity_bytes=100, used_bytes=60, reserved_bytes=5, overhead_bytes=7)
     seen = samples(
         Snapshot(
             version="1.2",
@@ -130,6 +131,15 @@ def _names_read(function) -> set[str]:
         if callable(cell.cell_contents):
             names |= _names_read(cell.cell_contents)
     return names
+
+
+def test_status_gets_the_counters_by_flat_names():
+    core = Counters(stored_tokens=7, hit_tokens=Counter(host=3))
+    values = counter_values(Snapshot(version="1", core=core, sessions=2, io_errors={("write", "ENOSPC"): 1}))
+    assert values["stored_tokens"] == 7
+    assert values["hit_tokens.host"] == 3
+    assert values["io_errors.write.ENOSPC"] == 1
+    assert "sessions" not in values
 
 
 def test_names_follow_the_conventions_of_prometheus():

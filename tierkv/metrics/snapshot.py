@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 
 from tierkv.core.counters import Counters
+from tierkv.core.usage import TierBytes
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency buckets, in seconds; one more bucket holds what is slower."""
@@ -32,17 +33,6 @@ class Latency:
         return twin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierSnapshot:
-    """`used + reserved + overhead <= capacity` at every instant, in bytes."""
-
-    tier: str
-    capacity_bytes: int
-    used_bytes: int
-    reserved_bytes: int
-    overhead_bytes: int
-
-
 def copy_counters(counters: Counters) -> Counters:
     """The core's counts as they are now, for a snapshot that another thread reads."""
     return Counters(**{one.name: copy(getattr(counters, one.name)) for one in fields(Counters)})
@@ -63,7 +53,7 @@ class Snapshot:
     ready: bool = False
     recovery_seconds: float = 0.0
     core: Counters = field(default_factory=Counters)
-    tiers: tuple[TierSnapshot, ...] = ()
+    tiers: tuple[TierBytes, ...] = ()
     index_bytes: int = 0
     quarantined_bytes: int = 0
     quarantined_files: int = 0

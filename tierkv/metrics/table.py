@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tierkv.metrics.snapshot import Latency, Snapshot, TierSnapshot
+from tierkv.core.usage import TierBytes
+from tierkv.metrics.snapshot import Latency, Snapshot
 
 PREFIX = "tierkv_"
 
@@ -37,7 +38,7 @@ def _by_pair(read: Callable[[Snapshot], Mapping[tuple[str, str], int]]) -> Calla
     return lambda snapshot: dict(read(snapshot).items())
 
 
-def _by_tier(read: Callable[[TierSnapshot], int]) -> Callable[[Snapshot], Values]:
+def _by_tier(read: Callable[[TierBytes], int]) -> Callable[[Snapshot], Values]:
     return lambda snapshot: {(tier.tier,): read(tier) for tier in snapshot.tiers}
 
 
@@ -199,6 +200,17 @@ METRICS: tuple[Declared, ...] = (
     Declared("leases", "gauge", "leases", (), "Leases held.", _one(lambda s: s.leases)),
     Declared("tickets", "gauge", "tickets", (), "Tickets held.", _one(lambda s: s.tickets)),
 )  # fmt: skip
+
+
+def counter_values(snapshot: Snapshot) -> dict[str, float]:
+    """The counters by flat names, for `tierkv status`: "stored_tokens", "hit_tokens.host", "io_errors.write.ENOSPC"."""
+    return {
+        ".".join((declared.name.removesuffix("_total"), *labels)): value
+        for declared in METRICS
+        if declared.kind == "counter"
+        for labels, value in declared.read(snapshot).items()
+        if not isinstance(value, Latency)
+    }
 
 
 _PAGE_HEAD = """\
