@@ -154,16 +154,16 @@ class Ledger:
         if not extent.sealed:
             self.unsealed[extent] = None
 
-    def grow_extent(self, extent: Extent, key: bytes, slots: list[int]) -> None:
-        """Append one block that every rank has in host memory."""
-        group = self.group_of(extent)
-        self.tree.grow(extent, key)
-        group.blocks += 1
-        for rank, slot in enumerate(slots):
-            self.append_host(extent, rank, [slot])
-        adopted = extent.branch_points.get(extent.num_blocks - 1)
-        if adopted is not None:
-            self._reconsider_all(adopted.kids)
+    def grow_extent(self, extent: Extent, keys: bytes, slots: list[list[int]]) -> None:
+        """Append blocks that every rank has in host memory; `slots` per rank."""
+        first = extent.num_blocks
+        self.tree.grow(extent, keys)
+        self.group_of(extent).blocks += extent.num_blocks - first
+        for rank, of_rank in enumerate(slots):
+            self.append_host(extent, rank, of_rank)
+        for index, branch in list(extent.branch_points.items()):
+            if index >= first:
+                self._reconsider_all(branch.kids)
 
     def cut_extent(self, extent: Extent, num_blocks: int) -> None:
         """The blocks from `num_blocks` on are no longer cached, in any rank. Down to 0 the extent leaves the tree."""

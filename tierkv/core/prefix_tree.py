@@ -73,13 +73,12 @@ class PrefixTree:
         if not self._bulk:
             self._adopt(extent, 0)
 
-    def grow(self, extent: Extent, key: bytes) -> None:
-        """Append one block; whoever waited for it as a parent finds it here."""
-        extent.keys += key
-        extent.num_blocks += 1
-        branch = self._branches.get(key)
-        if branch is not None:
-            self._own(branch, extent, extent.num_blocks - 1)
+    def grow(self, extent: Extent, keys: bytes) -> None:
+        """Append blocks; whoever waited for one of them as a parent finds it here."""
+        first = extent.num_blocks
+        extent.keys += keys
+        extent.num_blocks += len(keys) // KEY_BYTES
+        self._adopt(extent, first)
 
     def cut(self, extent: Extent, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on; what hangs behind them becomes an orphan."""

@@ -180,11 +180,36 @@ class Tickets:
         self._ledger.ended.remember(grant, answer)
 
     def _publish(self, ticket: TicketState, now: float) -> None:
-        """Stage every block, then let those appear whose predecessor is visible and whose ranks are all there."""
+        """Blocks whose predecessor is visible and whose ranks are all there appear, in runs; the others are staged."""
         ledger = self._ledger
-        group = ledger.groups[ticket.group]
-        step = group.block_tokens * TOKEN_BYTES
+        ranks = ledger.groups[ticket.group].ranks
         places = ledger.tree.places(ticket.keys)
+        run: list[StagedBlock] = []
+        above: Extent | None = None
+        at = -1
+        for block in self._filled_blocks(ticket, places, now):
+            is_complete = len(block.slots) == ranks
+            if run and is_complete and run[-1].index + 1 == block.index:
+                run.append(block)
+                continue
+            self._surface(run, above, at, now)
+            run = []
+            # After a run has surfaced, its last block may be this one's predecessor: so ask the tree again.
+            place = ledger.tree.places(ticket.keys)[block.index - 1] if block.index and is_complete else None
+            if is_complete and (block.index == 0 or place is not None):
+                run = [block]
+                above, at = place if place is not None else (None, -1)
+            elif block.key not in ledger.staged:
+                ledger.stage(block)
+        self._surface(run, above, at, now)
+
+    def _filled_blocks(
+        self, ticket: TicketState, places: list[tuple[Extent, int] | None], now: float
+    ) -> list[StagedBlock]:
+        """The ticket's blocks with this rank's slots in them; what another ticket made meanwhile is given up."""
+        ledger = self._ledger
+        step = ledger.groups[ticket.group].block_tokens * TOKEN_BYTES
+        blocks = []
         for index, slot in zip(ticket.blocks, ticket.offsets, strict=True):
             key = key_at(ticket.keys, index)
             block = ledger.staged.get(key)
@@ -204,66 +229,95 @@ class Tickets:
                     slots={},
                     since=now,
                 )
-                ledger.stage(block)
             block.slots[ticket.rank] = slot
-        for index in ticket.blocks:
-            place = places[index - 1] if index else None
-            if index == 0:
-                self._surface(ticket.group, None, -1, now)
-            elif place is not None:
-                self._surface(key_at(ticket.keys, index - 1), *place, now)
+            blocks.append(block)
+        return blocks
 
-    def _surface(self, parent: bytes, above: Extent | None, index: int, now: float) -> None:
-        """Blocks staged behind `parent`, which is visible now, become visible, and what is staged behind them."""
+    def _surface(self, run: list[StagedBlock], above: Extent | None, at: int, now: float) -> None:
+        """A run of consecutive blocks becomes visible behind block `at` of `above`; then what is staged behind them."""
         ledger = self._ledger
-        todo = [(parent, above, index)]
+        todo = [(run, above, at)] if run else []
         while todo:
-            parent, above, index = todo.pop()
-            for key in list(ledger.staged_children.get(parent, ())):
-                block = ledger.staged[key]
-                if len(block.slots) == ledger.groups[block.group].ranks:
-                    ledger.unstage(key)
-                    extent, place = self._append(block, above, index, now)
-                    todo.append((key, extent, place))
+            run, above, at = todo.pop()
+            for block in run:
+                if block.key in ledger.staged:
+                    ledger.unstage(block.key)
+            for extent, first, blocks in self._append_run(run, above, at, now):
+                for offset, block in enumerate(blocks):
+                    todo += [
+                        ([child], extent, first + offset)
+                        for child in map(ledger.staged.__getitem__, ledger.staged_children.get(block.key, ()))
+                        if len(child.slots) == ledger.groups[child.group].ranks
+                    ]
 
-    def _append(self, block: StagedBlock, above: Extent | None, index: int, now: float) -> tuple[Extent, int]:
-        """Put a block behind block `index` of `above`: into the same extent while it grows, else into a new one."""
+    def _append_run(
+        self, run: list[StagedBlock], above: Extent | None, at: int, now: float
+    ) -> list[tuple[Extent, int, list[StagedBlock]]]:
+        """Put blocks behind block `at` of `above`: into the same extent while it grows, else into new ones. An extent
+        ends before a key that already heads another. Returns where they went: extent, index of the first, blocks."""
         ledger = self._ledger
-        group = ledger.groups[block.group]
-        slots = [block.slots[rank] for rank in range(group.ranks)]
-        known = ledger.tree.heads.get(block.key)
-        if known is not None:
-            ledger.pool.release(slots)
-            ledger.counts.duplicate_blocks += 1
-            return known, 0
-        if above is not None and self._may_grow(above, index, group):
-            extent = above
-            extent.longest_gap = max(extent.longest_gap, now - extent.last_append)
-        else:
-            extent = Extent(
-                group=block.group,
-                key=block.key,
-                parent=block.parent,
-                first_token=block.index * group.block_tokens,
-                ranks=group.ranks,
-                created=now,
-            )
-            ledger.add_extent(extent, above, index)
-        ledger.grow_extent(extent, block.key, slots)
+        group = ledger.groups[run[0].group]
+        went = []
+        position = 0
+        while position < len(run):
+            block = run[position]
+            known = ledger.tree.heads.get(block.key)
+            if known is not None:
+                ledger.pool.release(list(block.slots.values()))
+                ledger.counts.duplicate_blocks += 1
+                above, at = known, 0
+                position += 1
+                continue
+            if above is not None and self._may_grow(above, at, group):
+                extent = above
+                extent.longest_gap = max(extent.longest_gap, now - extent.last_append)
+            else:
+                extent = self._new_extent(block, group, now)
+                ledger.add_extent(extent, above, at)
+            chunk = [block]
+            room = self._ledger.limits.extent_bytes // group.slot_bytes - extent.num_blocks
+            for following in run[position + 1 : position + room]:
+                if following.key in ledger.tree.heads:
+                    break
+                chunk.append(following)
+            went.append((extent, extent.num_blocks, chunk))
+            self._grow(extent, chunk, group, now)
+            above, at = extent, extent.num_blocks - 1
+            position += len(chunk)
+        return went
+
+    @staticmethod
+    def _new_extent(block: StagedBlock, group: Group, now: float) -> Extent:
+        return Extent(
+            group=block.group,
+            key=block.key,
+            parent=block.parent,
+            first_token=block.index * group.block_tokens,
+            ranks=group.ranks,
+            created=now,
+        )
+
+    def _grow(self, extent: Extent, chunk: list[StagedBlock], group: Group, now: float) -> None:
+        ledger = self._ledger
+        for offset, block in enumerate(chunk, start=extent.num_blocks):
+            if block.extras:
+                extent.extras[offset] = block.extras
         if extent.tokens is not None:
-            extent.tokens += block.tokens
-        if block.extras:
-            extent.extras[extent.num_blocks - 1] = block.extras
+            extent.tokens += b"".join(block.tokens for block in chunk)
         extent.last_append = extent.last_used = extent.tail_used = now
+        ledger.grow_extent(
+            extent,
+            b"".join(block.key for block in chunk),
+            [[block.slots[rank] for block in chunk] for rank in range(group.ranks)],
+        )
         extent.hot_blocks = extent.num_blocks
         group.last_used = now
-        ledger.counts.stored_tokens += group.block_tokens
+        ledger.counts.stored_tokens += len(chunk) * group.block_tokens
         if not self._has_room(extent, group):
             self._cascade.seal(extent, now)
         ledger.reconsider(extent)
         if extent.above is not None and extent.above.owner is not None:
             ledger.reconsider(extent.above.owner)
-        return extent, extent.num_blocks - 1
 
     def _may_grow(self, extent: Extent, index: int, group: Group) -> bool:
         return (
