@@ -20,13 +20,12 @@ from tierkv.storage.catalog import (
     Catalog,
     Change,
     DropRow,
-    IndexedFile,
     IndexFailed,
-    Namespace,
     PutRow,
     Restamp,
     TouchedRow,
 )
+from tierkv.storage.index_row import IndexedFile, Namespace
 
 STORE = "store-1"
 HOME = Namespace("ab" * 32, b"g" * 32, 1)

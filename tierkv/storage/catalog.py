@@ -1,11 +1,8 @@
 """The index: LMDB rows that spare the start from reading every file's header. The files are the truth.
 
-    name    fingerprint 32 | group 32 | rank u16 | extent key 32        98 bytes, big-endian, so one folder is one range
-    value   MessagePack [ExtentRow, inode, changed_ns]
-
-`inode` and `changed_ns` (the status-change time) are the stamp of the file that the row describes. A row is believed
-only where the stamp and the size are those of the file that is there now. So it does not matter which changes were lost
-with the index, or came to it late: a row that belongs to an earlier file of the same name is found out by one stat.
+A row carries the stamp of the file that it describes, and is believed only where the file that is there now has it.
+So it does not matter which changes were lost with the index, or came to it late: a row that belongs to an earlier file
+of the same name is found out by one stat.
 
 One process opens the index, one thread at a time works in it (a lock sees to that), and LMDB's own locking is off:
 there are no reader slots to leak, and no lock file to be damaged. Reads and writes are short transactions.
@@ -22,7 +19,6 @@ import contextlib
 import logging
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,10 +28,10 @@ from typing import Self, TypeVar
 import lmdb
 import msgspec
 
-from tierkv.core.instructions import ExtentRow
 from tierkv.core.keys import KEY_BYTES
 from tierkv.errors import BrokenInvariant
 from tierkv.storage.index_file import ENVIRONMENT, exists, extend_to, find_flaw
+from tierkv.storage.index_row import NAME_BYTES, NAMESPACE_BYTES, IndexedFile, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -44,47 +40,9 @@ SET_ASIDE = "damaged.mdb"
 OPENING = "OPENING"
 MAX_MAP_BYTES = 2**40
 
-_NAME = struct.Struct(">32s32sH32s")
-_NAMESPACE = struct.Struct(">32s32sH")
 _MIN_MAP_BYTES = 64 * 1024
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Namespace:
-    """One shard's share: a folder of extents."""
-
-    fingerprint: str
-    group: bytes
-    rank: int
-
-    def pack(self) -> bytes:
-        """The first 66 bytes of the names of its rows. Raises ValueError for a fingerprint that isn't one."""
-        return _NAMESPACE.pack(bytes.fromhex(self.fingerprint), self.group, self.rank)
-
-    def row_name(self, key: bytes) -> bytes:
-        return self.pack() + key
-
-    @classmethod
-    def unpack(cls, row_name: bytes) -> Namespace:
-        fingerprint, group, rank = _NAMESPACE.unpack_from(row_name)
-        return cls(fingerprint.hex(), group, rank)
-
-
-class IndexedFile(msgspec.Struct, frozen=True, array_like=True):
-    """What the index knows of one file, and the stamp of the file it was learned from."""
-
-    row: ExtentRow
-    inode: int
-    changed_ns: int
-
-    def describes(self, status: os.stat_result) -> bool:
-        return (self.inode, self.changed_ns, self.row.file_bytes) == (
-            status.st_ino,
-            status.st_ctime_ns,
-            status.st_size,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +221,9 @@ class Catalog:
             found = cursor.first()
             while found:
                 name = cursor.key()
-                if len(name) == _NAME.size:
+                if len(name) == NAME_BYTES:
                     yield Namespace.unpack(name)
-                found = cursor.set_range(name[: _NAMESPACE.size] + b"\xff" * (KEY_BYTES + 1))
+                found = cursor.set_range(name[:NAMESPACE_BYTES] + b"\xff" * (KEY_BYTES + 1))
 
     def count(self) -> int | IndexFailed:
         def entries(env: lmdb.Environment) -> int:
