@@ -322,6 +322,8 @@ class DataDirectory:
                 with self.folder((name,), create=create) as fd:
                     elsewhere = os.fstat(fd).st_dev != device
             except StorageError as error:
+                if error.errno_name == "ENOENT" and not create:
+                    continue  # the node makes it at its next start
                 if error.errno_name in ("ELOOP", "ENOTDIR"):
                     raise DataDirectoryError(f"{self.path / name} is not a directory; remove what is there") from error
                 raise
