@@ -1,1 +1,23 @@
-"""How engines and operators talk to a node."""
+"""How engines and operators talk to a node. Blocking verbs are here, the same for asyncio in `tierkv.client.aio`."""
+
+from tierkv.client.answers import Committed, Counters, Match, Sealed
+from tierkv.client.blocking import Client, Group, Lease, Operator, Ticket, connect, connect_operator
+from tierkv.client.buffers import BlockReader, BlockWriter
+from tierkv.client.prompt import KeyChain
+
+__all__ = [
+    "connect",
+    "Client",
+    "Group",
+    "Match",
+    "Lease",
+    "BlockWriter",
+    "Ticket",
+    "BlockReader",
+    "Committed",
+    "Sealed",
+    "KeyChain",
+    "Counters",
+    "connect_operator",
+    "Operator",
+]

@@ -1,0 +1,81 @@
+"""What a client's verbs answer. `reason` says why an answer is less than it could be; None where nothing is amiss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierkv.core.reasons import Reason
+from tierkv.wire.messages import Error, ErrorCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """`blocks` from token 0 without a hole are cached, `tokens` in all; the first `host_blocks` are in host memory."""
+
+    blocks: int
+    host_blocks: int
+    tokens: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """`visible` blocks can be matched now; `staged` ones appear with their predecessor or their other ranks.
+
+    With a reason of NODE_AWAY or DEADLINE the answer was lost: the blocks may have become visible all the same."""
+
+    visible: int
+    staged: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """Of the keys given the first `blocks` are visible, and the first `flushed_blocks` on disk for good."""
+
+    blocks: int
+    flushed_blocks: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Since the client was made. `by_reason` counts answers that carried a reason, misses for want of a node included.
+
+    `in_doubt` and `open_grants` are what is there now: grants whose end the node hasn't confirmed, leases and tickets
+    that aren't closed.
+    """
+
+    calls: int
+    by_reason: Mapping[Reason, int]
+    sessions_opened: int
+    stale_replies: int
+    unreadable_replies: int
+    doubts_dropped: int
+    in_doubt: int
+    open_grants: int
+
+
+_REASON_OF_CODE = {
+    ErrorCode.SESSION_GONE: Reason.SESSION_GONE,
+    ErrorCode.LAYOUT_MISMATCH: Reason.LAYOUT_MISMATCH,
+    ErrorCode.KEY_MISMATCH: Reason.KEY_MISMATCH,
+    ErrorCode.UNKNOWN_GRANT: Reason.GRANT_ENDED,
+    ErrorCode.SHUTTING_DOWN: Reason.SHUTDOWN,
+    ErrorCode.TIMEOUT: Reason.DEADLINE,
+}
+
+
+def reason_of_error(error: Error) -> Reason:
+    return _REASON_OF_CODE.get(error.code, Reason.WIRE_ERROR)
+
+
+def reason_of_text(text: str) -> Reason | None:
+    """The reason of a reply. One that this client doesn't know yet (a newer node) is told as WIRE_ERROR."""
+    if not text:
+        return None
+    try:
+        return Reason(text)
+    except ValueError:
+        return Reason.WIRE_ERROR

@@ -1,0 +1,356 @@
+"""The blocking client. May be shared by threads; not by a forked child, which makes its own.
+
+with connect(data_dir="/var/lib/tierkv") as client:
+    group = client.open(identity)
+    with group.acquire(tokens) as lease:
+        valid = lease.copy_into(destination)
+    with group.reserve(tokens, first_block=valid) as ticket:
+        ticket.copy_from(source)
+        ticket.commit()
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tierkv.client.answers import Committed, Counters, Match, Sealed
+from tierkv.client.endpoint import find_endpoint
+from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
+from tierkv.client.groups import GroupCore, GroupRecord, declare
+from tierkv.client.links import LinkPool, drive
+from tierkv.client.operators import (
+    PROGRESS_SECONDS,
+    cancel_job,
+    new_job,
+    require_timeout,
+    status,
+    usage,
+    verify_step,
+    warmup_step,
+)
+from tierkv.client.prompt import Extras, TokenIds
+from tierkv.client.state import ClientState
+from tierkv.client.steps import Verb
+from tierkv.client.verbs import Verbs
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import ManifestEntry
+from tierkv.core.reasons import Reason
+from tierkv.wire.messages import Holder, LeasePart, StatusReply, UsageReply, Verify, VerifyReply, Warmup, WarmupReply
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 1.0
+
+
+def connect(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    name: str = "",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Client:
+    """A client of the node whose sockets are in `endpoint`, or which serves `data_dir` (else TIERKV_ENDPOINT,
+    TIERKV_DATA_DIR). Fails open: a node that is away makes every call a quick miss, until it is back. Raises
+    ConfigError for nonsense."""
+    client = Client(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=True))
+    client.is_connected()
+    return client
+
+
+def connect_operator(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    name: str = "",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Operator:
+    """For tools: looks and asks, maps no memory. Its verbs raise NodeUnreachable when no node answers."""
+    return Operator(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=False))
+
+
+def make_state(
+    endpoint: str | os.PathLike[str] | None,
+    data_dir: str | os.PathLike[str] | None,
+    name: str,
+    timeout_seconds: float,
+    *,
+    maps_arena: bool,
+) -> ClientState:
+    return ClientState(
+        find_endpoint(endpoint, data_dir, name),
+        client=f"pid {os.getpid()}",
+        maps_arena=maps_arena,
+        timeout_seconds=require_timeout(timeout_seconds),
+    )
+
+
+class Operator:
+    """The verbs of an operator."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+        self._verbs = Verbs(state)
+        self._links = LinkPool(state)
+
+    def status(self) -> StatusReply:
+        return self._run(status(self._verbs))
+
+    def usage(self) -> UsageReply:
+        return self._run(usage(self._verbs))
+
+    def warmup(
+        self, *, budget_bytes: int = 0, fingerprint: str = "", job: bytes | None = None
+    ) -> Iterator[WarmupReply]:
+        """Promote from NVMe to host memory within `budget_bytes` (0: what fits); yields progress until `finished`.
+        A loop that is left early cancels the job; what it promoted stays, a later one goes on from there."""
+        chosen = job or new_job()
+        return self._progress(lambda: warmup_step(self._verbs, chosen, budget_bytes, fingerprint), Warmup, chosen)
+
+    def verify(self, *, repair: bool = False, job: bytes | None = None) -> Iterator[VerifyReply]:
+        """Check every file against its checksums, `repair` sets damaged ones aside; yields progress until `finished`,
+        each time with what was found since the last."""
+        chosen = job or new_job()
+        return self._progress(lambda: verify_step(self._verbs, chosen, repair), Verify, chosen)
+
+    def is_connected(self) -> bool:
+        """Whether the node answers now. Opens the session if there is none."""
+        return self._run(self._verbs.connect()) is None
+
+    @property
+    def problem(self) -> str:
+        """In words, why the node isn't reached; empty while it is."""
+        return self._state.problem
+
+    @property
+    def counters(self) -> Counters:
+        return self._state.counters()
+
+    @property
+    def endpoint(self) -> str:
+        """The directory of the node's sockets."""
+        return str(self._state.socket_dir)
+
+    def close(self) -> None:
+        """At once, and twice is fine; calls of other threads end as misses. While a lease, a ticket or a view of one is
+        open the memory stays mapped and the session goes on, so close those first."""
+        self._state.close()
+        self._links.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _progress(self, step: Callable[[], Verb[Any]], kind: type[Warmup] | type[Verify], job: bytes) -> Iterator[Any]:
+        finished = False
+        try:
+            while True:
+                progress = self._run(step())
+                finished = progress.finished
+                yield progress
+                if finished:
+                    return
+                time.sleep(PROGRESS_SECONDS)
+        finally:
+            if not finished:
+                self._run(cancel_job(self._verbs, kind, job))
+
+    def _run(self, verb: Verb[T]) -> T:
+        return drive(self._state, self._links, verb)
+
+
+class Client(Operator):
+    """An engine's way to its node."""
+
+    def open(
+        self,
+        identity: Identity,
+        *,
+        rank: int = 0,
+        model_name: str = "",
+        adapter_name: str = "",
+        manifest: Sequence[ManifestEntry] = (),
+        block_bytes: int | None = None,
+        persistent: bool = True,
+    ) -> Group:
+        """The group of `identity`, and this process's rank in it. `block_bytes` is what the engine's buffers really
+        hold for a block: LayoutMismatch unless it is what the identity says, or when the node refuses the layout.
+        While the node is away the group is opened with the first call that reaches it."""
+        record = declare(
+            identity,
+            rank=rank,
+            model_name=model_name,
+            adapter_name=adapter_name,
+            manifest=tuple(manifest),
+            block_bytes=block_bytes,
+            persistent=persistent,
+        )
+        self._run(self._verbs.open_group(record))
+        return Group(record, self)
+
+    def session_token(self) -> bytes:
+        """Names this process as a holder in another's `acquire`. Empty while the node is away; a new one after the
+        node restarted."""
+        return self._run(self._verbs.session_token())
+
+
+class Group(GroupCore):
+    """One shard's share of the cache, and the verbs about it. Every one of them answers within its deadline."""
+
+    def __init__(self, record: GroupRecord, client: Client) -> None:
+        super().__init__(record)
+        self._client = client
+        self._verbs = client._verbs
+
+    def match(self, tokens: TokenIds | None = None, *, keys: bytes | None = None) -> Match:
+        """How much of the prompt is cached, in full blocks from token 0."""
+        packed = self._record.resolve_keys(tokens, keys)
+        return self._client._run(self._verbs.match(self._record, packed))
+
+    def acquire(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: bytes | None = None,
+        deadline_seconds: float = 1.0,
+        max_blocks: int | None = None,
+        holders: tuple[Holder, ...] = (),
+        revocable: bool = False,
+    ) -> Lease:
+        """A lease on the longest cached prefix that can be in host memory before the deadline; use it in a `with`.
+
+        `holders` names the sessions that copy, by rank; they get their parts with `hold` and release them, while this
+        lease releases only its own rank's. A `revocable` lease may be taken back when it is held too long, which
+        `copy_into` notices.
+        """
+        packed = self._record.resolve_keys(tokens, keys)
+        verb = self._verbs.acquire(
+            self._record,
+            packed,
+            deadline_seconds=deadline_seconds,
+            max_blocks=max_blocks,
+            holders=holders,
+            revocable=revocable,
+        )
+        return Lease(self._client._run(verb), self._client)
+
+    def hold(self, grant: bytes, token: bytes, part: LeasePart) -> Lease:
+        """The part of a lease that another process asked for with this one as the holder (`token`: this process's
+        session token, as it was given to the other). Empty when the node has restarted since."""
+        self._client._state.begin_call()
+        return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
+
+    def report_bad(self, keys: bytes, first_bad: int) -> Reason | None:
+        """Blocks of `keys` from `first_bad` on were loaded and can't be used: the node drops them. None when it has."""
+        return self._client._run(self._verbs.report_bad(self._record, keys, first_bad))
+
+    def reserve(
+        self,
+        tokens: TokenIds,
+        *,
+        first_block: int = 0,
+        keys: bytes | None = None,
+        extras: Extras | None = None,
+        deadline_seconds: float = 1.0,
+    ) -> Ticket:
+        """A ticket for those of the prompt's blocks from `first_block` on that are missing; use it in a `with`, which
+        aborts unless it was committed. `tokens` is the prompt from token 0, and only tokens that are final; `keys`,
+        where given, are its keys."""
+        verb = self._verbs.reserve(
+            self._record,
+            tokens,
+            first_block=first_block,
+            keys=keys,
+            extras=extras,
+            deadline_seconds=deadline_seconds,
+        )
+        return Ticket(self._client._run(verb), self._client)
+
+    def seal(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: bytes | None = None,
+        wait: str = "sealed",
+        deadline_seconds: float = 1.0,
+    ) -> Sealed:
+        """The request that made these blocks is finished. With wait="flushed": answer when they are on disk for good,
+        or the deadline is up."""
+        packed = self._record.resolve_keys(tokens, keys)
+        return self._client._run(self._verbs.seal(self._record, packed, wait, deadline_seconds))
+
+
+class Lease(LeaseCore):
+    """Released at the end of its `with`, or by `release`."""
+
+    def __init__(self, facts: LeaseFacts, client: Client) -> None:
+        super().__init__(facts)
+        self._client = client
+
+    def copy_into(self, destination: Any) -> int:
+        """Copy all blocks and tell how many, from the first, are valid. What lies behind those is undefined.
+
+        `destination` is a writable buffer of at least `blocks` times `block_bytes`, or has `write_blocks` (see
+        BlockWriter). Raises LayoutMismatch or ValueError, before anything is copied, where it doesn't fit.
+        """
+        valid = self._copy_into(destination)
+        if valid < self.blocks:
+            self._client._state.count(Reason.REVOKED)
+        return valid
+
+    def release(self) -> None:
+        """The promise that every copy from the slots has completed. Twice is fine."""
+        facts = self._end()
+        if facts is not None:
+            self._client._run(self._client._verbs.release(facts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Ticket(TicketCore):
+    """Aborted at the end of its `with` unless it was committed."""
+
+    def __init__(self, facts: TicketFacts, client: Client) -> None:
+        super().__init__(facts)
+        self._client = client
+
+    def copy_from(self, source: Any) -> None:
+        """Write all granted blocks. `source` is a buffer [blocks, block_bytes] whose first row is block `first_block`,
+        or has `read_blocks` (see BlockReader)."""
+        self._copy_from(source)
+
+    def commit(self) -> Committed:
+        """Publish all blocks: the promise that every copy into the slots has completed. Raises ValueError when granted
+        blocks were not written."""
+        self._require_written()
+        facts = self._end()
+        if facts is None:
+            return Committed(visible=0, staged=0, reason=self.reason)
+        return self._client._run(self._client._verbs.commit(facts))
+
+    def abort(self) -> None:
+        """The promise that no copy touches the slots any more; nothing is published. Twice is fine."""
+        facts = self._end()
+        if facts is not None:
+            self._client._run(self._client._verbs.abort(facts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

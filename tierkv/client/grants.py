@@ -1,0 +1,315 @@
+"""Leases and tickets as a client holds them: where the bytes are, and the copying. What ends them is in the client.
+
+A lease is read in this order: copy, *then* compare generations, *then* tell how many blocks are valid. The node bumps
+a slot's generation before the first byte of it is overwritten, so a generation that is still the granted one after
+the copy proves that every byte copied was the block's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tierkv.client.buffers import BlockReader, BlockWriter, as_rows, find_runs, slot_rows
+from tierkv.client.groups import GroupRecord
+from tierkv.client.session import Session
+from tierkv.core.reasons import Reason
+from tierkv.errors import ForkedClient
+from tierkv.wire.messages import BlockState, LeasePart
+
+_NO_OFFSETS = np.empty(0, np.int64)
+_NO_GENERATIONS = np.empty(0, np.uint64)
+
+
+class Slots:
+    """The slots of a grant in one arena: one for each entry of `offsets`."""
+
+    def __init__(self, session: Session, group: GroupRecord, offsets: np.ndarray, generations: np.ndarray) -> None:
+        arena = session.arena
+        assert arena is not None, "only sessions that map the arena get grants"
+        self.block_bytes = group.block_bytes
+        self.slot_bytes = slot_bytes(group.block_bytes, arena.page_bytes)
+        self.offsets = offsets
+        self.generations = generations
+        self.readable = arena.readable
+        self.writable = arena.writable
+        self._current = arena.generations
+        self._pages = offsets // arena.page_bytes
+        self._pid = os.getpid()
+
+    def require_own_process(self) -> Slots:
+        """A forked child hasn't got the memory: it must not even try."""
+        if os.getpid() != self._pid:
+            raise ForkedClient("this grant was made before fork(): its slots are the parent's")
+        return self
+
+    def runs(self, blocks: np.ndarray, memory: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(first block, rows) of neighbours, where `blocks` numbers the block in each slot."""
+        for start, end in find_runs(blocks, self.offsets[: len(blocks)], self.slot_bytes):
+            rows = slot_rows(
+                memory,
+                int(self.offsets[start]),
+                end - start,
+                slot_bytes=self.slot_bytes,
+                block_bytes=self.block_bytes,
+            )
+            yield int(blocks[start]), rows
+
+    def count_valid(self) -> int:
+        """How many slots, from the first, still hold what was granted: what was read from them before is proven."""
+        _fence()
+        same = self._current[self._pages] == self.generations
+        return len(same) if same.all() else int(np.argmin(same))
+
+
+def slot_bytes(block_bytes: int, page_bytes: int) -> int:
+    return -(-block_bytes // page_bytes) * page_bytes
+
+
+def _fence() -> None:
+    """Keeps the reads of a copy before the reads of the generations that follow.
+
+    x86 does not reorder loads with loads, nor stores with stores, and the node stores the generation first: if a byte
+    we read was a new one, the new generation is there to be read. Elsewhere the machine needs to be told: releasing
+    one lock and taking another is a release followed by an acquire, which no load crosses both ways.
+    """
+    with _BEFORE:
+        pass
+    with _AFTER:
+        pass
+
+
+_BEFORE, _AFTER = threading.Lock(), threading.Lock()
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaseFacts:
+    """What a lease is made from. Without slots (a miss, or another session holds them) there is nothing to copy."""
+
+    group: GroupRecord
+    grant: bytes = b""
+    session: Session | None = None
+    slots: Slots | None = None
+    release_rank: int | None = None
+    blocks: int = 0
+    nvme_blocks: int = 0
+    cached_blocks: int = 0
+    parts: tuple[LeasePart, ...] = ()
+    reason: Reason | None = None
+
+
+class LeaseCore:
+    """The right to read `blocks` blocks from token 0 until released."""
+
+    def __init__(self, facts: LeaseFacts) -> None:
+        self._facts = facts
+        self._numbers = np.arange(facts.blocks)
+        self._released = False
+
+    @property
+    def blocks(self) -> int:
+        return self._facts.blocks
+
+    @property
+    def tokens(self) -> int:
+        return self._facts.blocks * self._facts.group.block_tokens
+
+    @property
+    def nvme_blocks(self) -> int:
+        """The last so many blocks were read from NVMe for this lease."""
+        return self._facts.nvme_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """What `match` would have said: more than `blocks` when the deadline or the room was short (`reason`)."""
+        return self._facts.cached_blocks
+
+    @property
+    def reason(self) -> Reason | None:
+        return self._facts.reason
+
+    @property
+    def grant(self) -> bytes:
+        return self._facts.grant
+
+    @property
+    def parts(self) -> tuple[LeasePart, ...]:
+        """Each rank's slots, to be handed to its holder (`Group.hold`)."""
+        return self._facts.parts
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    def _copy_into(self, destination: Any) -> int:
+        rows = self._destination(destination)
+        slots = self._slots()
+        if slots is None:
+            return 0
+        # What was revoked already isn't copied: the destination keeps what it had there.
+        leading = self._numbers[: slots.count_valid()]
+        for first, blocks in slots.runs(leading, slots.readable):
+            if rows is None:
+                destination.write_blocks(first, blocks)
+            else:
+                rows[first : first + len(blocks)] = blocks
+        return min(len(leading), slots.count_valid())
+
+    def _destination(self, destination: Any) -> np.ndarray | None:
+        """None for one that writes by itself."""
+        if isinstance(destination, BlockWriter):
+            return None
+        block_bytes = self._facts.group.block_bytes
+        return as_rows(destination, name="destination", block_bytes=block_bytes, blocks=self.blocks, writable=True)
+
+    def raw_views(self) -> list[tuple[int, np.ndarray]]:
+        """Raw mode: (first block, read-only view [n, block_bytes] of the arena) of each run of neighbouring slots.
+
+        What is read through a view is unproven until `count_valid`, called after the last read has completed, says
+        so; and nothing may consume it before. Views are to be dropped before the lease is released: behind that
+        the slots may be overwritten at any time.
+        """
+        slots = self._slots()
+        return [] if slots is None else list(slots.runs(self._numbers, slots.readable))
+
+    def count_valid(self) -> int:
+        """How many blocks, from the first, hold what was granted; proves what was read from them before this call."""
+        slots = self._slots()
+        return 0 if slots is None else slots.count_valid()
+
+    def _slots(self) -> Slots | None:
+        if self._released:
+            raise ValueError("lease: it has been released, its slots may hold anything by now")
+        if self._facts.blocks and self._facts.slots is None:
+            raise ValueError(f"lease: rank {self._facts.group.rank} of it is held by another session")
+        return self._facts.slots and self._facts.slots.require_own_process()
+
+    def _end(self) -> LeaseFacts | None:
+        """Once: what is to be released. None when there is nothing, or it has been done."""
+        if self._released:
+            return None
+        self._released = True
+        facts = self._facts
+        facts.slots = None
+        return facts if facts.session is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class TicketFacts:
+    """`granted` numbers the blocks (from token 0) that have a slot, in order."""
+
+    group: GroupRecord
+    first_block: int
+    grant: bytes = b""
+    session: Session | None = None
+    slots: Slots | None = None
+    states: bytes = b""
+    granted: np.ndarray = field(default_factory=lambda: _NO_OFFSETS)
+    reason: Reason | None = None
+
+
+class TicketCore:
+    """The right to write the granted blocks until commit or abort."""
+
+    def __init__(self, facts: TicketFacts) -> None:
+        self._facts = facts
+        self._written = np.zeros(len(facts.granted), np.bool_)
+        self._ended = False
+
+    @property
+    def granted(self) -> list[int]:
+        """Indices, counted from token 0, of the blocks to write. The others are present, being written, or have no
+        room: `states` says which."""
+        granted: list[int] = self._facts.granted.tolist()
+        return granted
+
+    @property
+    def first_block(self) -> int:
+        return self._facts.first_block
+
+    @property
+    def states(self) -> bytes:
+        """A `BlockState` code for each block from `first_block` on."""
+        return self._facts.states
+
+    @property
+    def reason(self) -> Reason | None:
+        return self._facts.reason
+
+    @property
+    def grant(self) -> bytes:
+        return self._facts.grant
+
+    def runs(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(first block, writable view [n, block_bytes] of the arena) of neighbouring slots. Whoever is handed a view
+        writes all of it before the commit; it counts as written."""
+        slots = self._slots()
+        if slots is None:
+            return
+        for first, rows in slots.runs(self._facts.granted, slots.writable):
+            yield first, rows
+            self._mark(first, len(rows))
+
+    def write(self, block_index: int, buffer: Any) -> None:
+        """One granted block, from a buffer of exactly its bytes."""
+        slots = self._slots()
+        position = int(np.searchsorted(self._facts.granted, block_index))
+        if slots is None or position >= len(self._facts.granted) or self._facts.granted[position] != block_index:
+            raise ValueError(f"block {block_index} is not granted by this ticket")
+        rows = as_rows(buffer, name="buffer", block_bytes=slots.block_bytes, blocks=1, writable=False)
+        if len(rows) != 1:
+            raise ValueError(f"buffer: {len(rows)} blocks, where one is to be written")
+        offset = int(slots.offsets[position])
+        slots.writable[offset : offset + slots.block_bytes] = rows[0]
+        self._written[position] = True
+
+    def _copy_from(self, source: Any) -> None:
+        slots = self._slots()
+        needed = len(self._facts.states)
+        rows = None
+        if not isinstance(source, BlockReader):
+            block_bytes = self._facts.group.block_bytes
+            rows = as_rows(source, name="source", block_bytes=block_bytes, blocks=needed, writable=False)
+        if slots is None:
+            return
+        for first, blocks in slots.runs(self._facts.granted, slots.writable):
+            if rows is None:
+                source.read_blocks(first, blocks)
+            else:
+                start = first - self._facts.first_block
+                blocks[:] = rows[start : start + len(blocks)]
+            self._mark(first, len(blocks))
+
+    def _mark(self, first: int, count: int) -> None:
+        position = int(np.searchsorted(self._facts.granted, first))
+        self._written[position : position + count] = True
+
+    def _slots(self) -> Slots | None:
+        if self._ended:
+            raise ValueError("ticket: it has been committed or aborted, its slots are no longer its own")
+        return self._facts.slots and self._facts.slots.require_own_process()
+
+    def _require_written(self) -> None:
+        """A block that nobody wrote must not be published."""
+        if not self._written.all():
+            missing = self._facts.granted[~self._written].tolist()
+            raise ValueError(f"ticket: blocks {missing[:8]} were granted and not written; write them or abort")
+
+    def _end(self) -> TicketFacts | None:
+        """Once: what is to be committed or aborted. None when there is nothing, or it has been done."""
+        if self._ended:
+            return None
+        self._ended = True
+        facts = self._facts
+        facts.slots = None
+        return facts if facts.session is not None else None
+
+
+def granted_blocks(states: bytes, first_block: int) -> np.ndarray:
+    codes = np.frombuffer(states, np.uint8)
+    return np.flatnonzero(codes == BlockState.GRANTED) + first_block

@@ -1,0 +1,81 @@
+"""The verbs of an operator. Unlike an engine's they raise: NodeUnreachable when no node answers, IncompleteError while
+it is recovering, WireError when it refuses. Warmup and Verify are jobs: asked again, with one id, until finished."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+from tierkv.client.steps import Verb
+from tierkv.client.verbs import Failure, Verbs
+from tierkv.core.reasons import Reason
+from tierkv.errors import ConfigError, IncompleteError, NodeUnreachable, WireError
+from tierkv.wire.messages import (
+    Reply,
+    Request,
+    Status,
+    StatusReply,
+    Usage,
+    UsageReply,
+    Verify,
+    VerifyReply,
+    Warmup,
+    WarmupReply,
+)
+
+R = TypeVar("R", bound=Reply)
+
+PROGRESS_SECONDS = 0.2
+"""Between two looks at a job."""
+
+
+def new_job() -> bytes:
+    return os.urandom(16)
+
+
+def require_timeout(timeout_seconds: float) -> float:
+    if not 0 < timeout_seconds <= 600:
+        raise ConfigError("timeout_seconds", f"{timeout_seconds} is not in 0 .. 600")
+    return timeout_seconds
+
+
+def status(verbs: Verbs) -> Verb[StatusReply]:
+    return (yield from _insist(verbs, Status, StatusReply))
+
+
+def usage(verbs: Verbs) -> Verb[UsageReply]:
+    return (yield from _insist(verbs, Usage, UsageReply))
+
+
+def warmup_step(verbs: Verbs, job: bytes, budget_bytes: int, fingerprint: str) -> Verb[WarmupReply]:
+    fields = {"job": job, "budget_bytes": budget_bytes, "fingerprint": fingerprint}
+    return (yield from _insist(verbs, Warmup, WarmupReply, **fields))
+
+
+def verify_step(verbs: Verbs, job: bytes, repair: bool) -> Verb[VerifyReply]:
+    return (yield from _insist(verbs, Verify, VerifyReply, job=job, repair=repair))
+
+
+def cancel_job(verbs: Verbs, kind: type[Warmup] | type[Verify], job: bytes) -> Verb[None]:
+    """Best effort: a job that nobody asks about ends by itself."""
+    yield from verbs.ask(kind, verbs.budget(), job=job, cancel=True)
+
+
+def _insist(verbs: Verbs, kind: type[Request], expected: type[R], **fields: Any) -> Verb[R]:
+    answer = yield from verbs.ask(kind, verbs.budget(), **fields)
+    if isinstance(answer, Failure):
+        raise _as_error(verbs, kind, answer)
+    reply: R = answer.reply
+    assert isinstance(reply, expected)
+    return reply
+
+
+def _as_error(verbs: Verbs, kind: type[Request], failure: Failure) -> Exception:
+    name = kind.__name__
+    if failure.reason is Reason.NOT_READY:
+        return IncompleteError(f"{name}: the node is recovering; ask again when it is ready")
+    if failure.error is not None:
+        return WireError(failure.error.code, failure.error.problem)
+    if failure.reason is Reason.WIRE_ERROR:
+        return WireError(failure.reason, verbs.problem or f"{name} was answered by something else")
+    return NodeUnreachable(f"no node answers at {verbs.endpoint}: {verbs.problem or failure.reason}")

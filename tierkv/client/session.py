@@ -1,0 +1,165 @@
+"""One session with a node: the socket that proves it, its token, and the memory it was given.
+
+A session ends for us when its socket says so (end of file, IncarnationEnded) or a reply does (SESSION_GONE). Then it
+is `over`: no request goes out under it any more. What was granted under it stays readable and writable, for an arena
+belongs to one incarnation, and nobody writes to the arena of a dead one. Only when nothing of it is in use any more is
+the memory unmapped, Detach sent, and the socket closed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierkv.client.arena import ArenaMap
+from tierkv.core.reasons import Reason
+from tierkv.errors import WireError
+from tierkv.wire.messages import PROTOCOL_VERSION, ErrorCode
+from tierkv.wire.session import (
+    MAX_PACKET_BYTES,
+    SESSION_SOCKET_NAME,
+    Detach,
+    IncarnationEnded,
+    SessionGrant,
+    SessionHello,
+    SessionRefused,
+    decode_packet,
+    encode_packet,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No session, and why. `problem` is for people."""
+
+    reason: Reason
+    problem: str
+
+
+class Session:
+    """Made by `open_session`. The client's lock guards `grants` and `retired`; `look` may be called by any thread."""
+
+    def __init__(self, connection: socket.socket, grant: SessionGrant, arena: ArenaMap | None) -> None:
+        self.token = grant.token
+        self.incarnation = grant.incarnation
+        self.endpoint = grant.endpoint
+        self.data_dir = grant.data_dir
+        self.arena = arena
+        self.opened: set[bytes] = set()  # groups that the node knows under this session
+        self.greeted = False
+        self.over = False
+        self.retired = False
+        self.grants = 0
+        self._connection = connection
+        self._looking = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def look(self) -> None:
+        """Read what the supervisor has sent, without waiting."""
+        with self._looking:
+            while not self.over:
+                try:
+                    packet = self._connection.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return
+                except OSError:
+                    packet = b""
+                if not packet or _ends(packet, self.incarnation):
+                    self.end()
+
+    def end(self) -> None:
+        """From now on `over`. The reading half is shut, so that everyone who waits on the socket wakes up."""
+        self.over = True
+        with suppress(OSError):  # the other side has closed it already
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def finish(self) -> bool:
+        """Unmap, say Detach, close. False while views of the arena are left: call again later."""
+        if self.arena is not None and not self.arena.close():
+            return False
+        with suppress(OSError):  # nobody is there to be told, or the end of our process will tell it
+            self._connection.send(encode_packet(Detach(incarnation=self.incarnation)), socket.MSG_DONTWAIT)
+        self._connection.close()
+        return True
+
+
+def open_session(socket_dir: Path, *, client: str, maps_arena: bool, until: float) -> Session | Refusal:
+    """The first exchange on the session socket, done before `until` (monotonic seconds) or refused."""
+    path = socket_dir / SESSION_SOCKET_NAME
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        opened = _exchange(connection, path, client, maps_arena, until)
+    except TimeoutError:
+        opened = Refusal(Reason.DEADLINE, f"no answer on {path}")
+    except OSError as away:
+        opened = Refusal(Reason.NODE_AWAY, f"{path}: {away}")
+    except WireError as broken:
+        opened = Refusal(Reason.WIRE_ERROR, str(broken))
+    if isinstance(opened, Refusal):
+        connection.close()
+    return opened
+
+
+def _exchange(connection: socket.socket, path: Path, client: str, maps_arena: bool, until: float) -> Session | Refusal:
+    connection.settimeout(_remaining(until))
+    connection.connect(os.fspath(path))
+    _require_own_peer(connection)
+    hello = SessionHello(protocol=PROTOCOL_VERSION, client=client, maps_arena=maps_arena)
+    connection.send(encode_packet(hello))
+    connection.settimeout(_remaining(until))
+    packet, descriptors, _flags, _address = socket.recv_fds(connection, MAX_PACKET_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+    try:
+        return _accept(connection, packet, descriptors, maps_arena)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _accept(connection: socket.socket, packet: bytes, descriptors: list[int], maps_arena: bool) -> Session | Refusal:
+    if not packet:
+        raise ConnectionResetError("closed before it answered")
+    answer = decode_packet(packet)
+    if isinstance(answer, SessionRefused):
+        reason = Reason.SHUTDOWN if answer.code == ErrorCode.SHUTTING_DOWN else Reason.WIRE_ERROR
+        return Refusal(reason, f"{answer.code}: {answer.problem}")
+    if not isinstance(answer, SessionGrant):
+        raise WireError(ErrorCode.MALFORMED, f"{type(answer).__name__} is no answer to SessionHello")
+    if not maps_arena:
+        return Session(connection, answer, None)
+    if len(descriptors) != 2:
+        raise WireError(ErrorCode.MALFORMED, f"SessionGrant came with {len(descriptors)} descriptors, not 2")
+    arena_fd, generations_fd = descriptors
+    arena = ArenaMap(arena_fd, generations_fd, arena_bytes=answer.arena_bytes, page_bytes=answer.page_bytes)
+    return Session(connection, answer, arena)
+
+
+def _require_own_peer(connection: socket.socket) -> None:
+    """A socket in a shared directory could be anybody's: only our own user and root are believed."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _pid, uid, _gid = struct.unpack("3i", raw)
+    if uid not in (os.geteuid(), 0):
+        raise PermissionError(f"served by user {uid}, not by user {os.geteuid()}")
+
+
+def _remaining(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _ends(packet: bytes, incarnation: int) -> bool:
+    """A packet that can't be read ends the session too: what it said might have been that."""
+    try:
+        message = decode_packet(packet)
+    except WireError:
+        return True
+    return isinstance(message, IncarnationEnded) and message.incarnation >= incarnation

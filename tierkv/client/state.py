@@ -1,0 +1,214 @@
+"""What a client knows, shared by its threads: the session in use, those that wait to be finished, the breaker, the
+grants in doubt, and the counts. Moves no request itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tierkv.client.answers import Counters
+from tierkv.client.breaker import CircuitBreaker, Permit
+from tierkv.client.doubts import Doubts, Ending
+from tierkv.client.session import Refusal, Session, open_session
+from tierkv.core.reasons import Reason
+from tierkv.errors import ForkedClient
+
+LOG_EVERY_SECONDS = 10.0
+
+_log = logging.getLogger("tierkv.client")
+
+
+class ClientState:
+    def __init__(
+        self,
+        socket_dir: Path,
+        *,
+        client: str,
+        maps_arena: bool,
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.socket_dir = socket_dir
+        self.timeout_seconds = timeout_seconds
+        self.clock = clock
+        self.closed = False
+        self.problem = ""  # in words, why the node isn't reached; empty while it is
+        self.next_id = itertools.count(1).__next__
+        self._client = client
+        self._maps_arena = maps_arena
+        self._pid = os.getpid()
+        self._grant_prefix = os.urandom(8)
+        self._grant_numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._session: Session | None = None
+        self._retired: list[Session] = []
+        self._breaker = CircuitBreaker()
+        self._doubts = Doubts()
+        self._reasons: Counter[Reason] = Counter()
+        self._calls = self._sessions_opened = self._stale = self._unreadable = 0
+        self._logged_at = -LOG_EVERY_SECONDS
+
+    # ---- a call
+
+    def begin_call(self) -> None:
+        """Raises ForkedClient in a child: the sockets, the session and the grants are its parent's."""
+        if os.getpid() != self._pid:
+            raise ForkedClient("this client was made before fork(): call connect() in the child")
+        with self._lock:
+            self._calls += 1
+            if self._retired:
+                self._sweep()
+
+    def new_grant(self) -> bytes:
+        return self._grant_prefix + next(self._grant_numbers).to_bytes(8, "little")
+
+    def count(self, reason: Reason | None) -> None:
+        if reason is not None:
+            with self._lock:
+                self._reasons[reason] += 1
+
+    # ---- is the node there
+
+    def permit(self) -> Permit:
+        with self._lock:
+            return Permit.REFUSED if self.closed else self._breaker.ask(self.clock())
+
+    def failed(self, problem: str) -> None:
+        now = self.clock()
+        with self._lock:
+            self.problem = problem
+            worth_a_line = self._breaker.is_closed and now - self._logged_at >= LOG_EVERY_SECONDS
+            self._breaker.failed(now)
+            if worth_a_line:
+                self._logged_at = now
+        if worth_a_line:
+            _log.warning("node at %s is away, every call is a miss until it is back: %s", self.socket_dir, problem)
+
+    def answered(self) -> None:
+        if self._breaker.is_closed and not self.problem:
+            return
+        with self._lock:
+            self._breaker.answered()
+            self.problem = ""
+
+    # ---- sessions
+
+    def session(self) -> Session | None:
+        """The one to ask under; None when there is none, or it is over."""
+        session = self._session
+        return None if session is None or session.over else session
+
+    def connect(self, until: float) -> Session | Refusal:
+        """Open a session, or wait for the thread that is at it. Blocks, not beyond `until`."""
+        if not self._connecting.acquire(timeout=max(0.0, until - time.monotonic())):
+            return Refusal(Reason.DEADLINE, "another thread is still opening the session")
+        try:
+            current = self.session()
+            if current is not None:
+                return current
+            opened = open_session(self.socket_dir, client=self._client, maps_arena=self._maps_arena, until=until)
+            return self._adopt(opened) if isinstance(opened, Session) else opened
+        finally:
+            self._connecting.release()
+
+    def _adopt(self, opened: Session) -> Session | Refusal:
+        with self._lock:
+            before, self._session = self._session, opened
+            self._sessions_opened += 1
+            if before is not None:
+                self._retire(before)
+            if not self.closed:
+                return opened
+            self._session = None
+            self._retire(opened)
+            return Refusal(Reason.NODE_AWAY, "the client was closed meanwhile")
+
+    def session_over(self, session: Session) -> None:
+        with self._lock:
+            if self._session is session:
+                self._session = None
+                self._retire(session)
+
+    def hold(self, session: Session) -> bool:
+        """Count a grant that uses the session's arena. False when the arena is on its way out."""
+        with self._lock:
+            if session.retired:
+                return False
+            session.grants += 1
+            return True
+
+    def let_go(self, session: Session) -> None:
+        with self._lock:
+            session.grants -= 1
+            if session.retired:
+                self._sweep()
+
+    def _retire(self, session: Session) -> None:
+        session.retired = True
+        session.end()
+        self._doubts.session_over(session)
+        self._retired.append(session)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        self._retired = [session for session in self._retired if session.grants or not session.finish()]
+
+    # ---- grants in doubt
+
+    def doubt(self, session: Session, ending: Ending) -> None:
+        with self._lock:
+            if not session.retired:
+                self._doubts.add(session, ending)
+
+    def send_doubts(self, session: Session, send: Callable[[Ending], bool]) -> None:
+        """Pass to `send` what is due, with a new id each, until it says False (it can't take more now)."""
+        if not self._doubts:
+            return
+        now = self.clock()
+        with self._lock:
+            for doubt in self._doubts.due(session, now):
+                ending = doubt.renew(self.next_id())
+                if not send(ending):
+                    return
+                self._doubts.sent(doubt, ending, now)
+
+    def note_other(self, request: int, *, readable: bool) -> None:
+        """A reply that nobody waits for: to the end of a grant in doubt, to a call that gave up, or noise."""
+        with self._lock:
+            if not readable:
+                self._unreadable += 1
+            elif not self._doubts.answered(request):
+                self._stale += 1
+
+    # ---- outside
+
+    def counters(self) -> Counters:
+        with self._lock:
+            sessions = [*self._retired, *([self._session] if self._session is not None else [])]
+            return Counters(
+                calls=self._calls,
+                by_reason=dict(self._reasons),
+                sessions_opened=self._sessions_opened,
+                stale_replies=self._stale,
+                unreadable_replies=self._unreadable,
+                doubts_dropped=self._doubts.dropped,
+                in_doubt=len(self._doubts),
+                open_grants=sum(session.grants for session in sessions),
+            )
+
+    def close(self) -> None:
+        """No call goes to the node any more. The session ends as soon as no grant and no view of it is open."""
+        with self._lock:
+            self.closed = True
+            self.problem = "the client is closed"
+            session, self._session = self._session, None
+            if session is not None:
+                self._retire(session)
+            self._sweep()
