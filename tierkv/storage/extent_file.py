@@ -41,6 +41,7 @@ from tierkv.storage.format import (
     decode_prefix,
     describe_layout,
     encode_header,
+    pack_header,
     stored_bytes,
 )
 from tierkv.storage.names import ExtentName, Parts
@@ -170,7 +171,7 @@ def _header_of(write: Write, identity: Identity) -> Header:
 
 
 def _write_header(directory: DataDirectory, fd: int, header: Header, size: int) -> None:
-    encoded = encode_header(header)
+    encoded = pack_header(header)
     if len(encoded) != size:
         raise BrokenInvariant(f"a header of {size} bytes became {len(encoded)} with its checksums")
     pages = mapped_pages(size)

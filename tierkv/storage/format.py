@@ -143,9 +143,13 @@ def describe_layout(layout: Layout) -> str:
 
 def encode_header(header: Header) -> bytes:
     """The header's bytes, a multiple of 4 KiB. Raises DamagedFile for one that the reader would not take."""
-    body = msgspec.msgpack.encode(header)
-    _read_version_1(body)
-    return frame_header(body, FORMAT_VERSION)
+    _read_version_1(msgspec.msgpack.encode(header))
+    return pack_header(header)
+
+
+def pack_header(header: Header) -> bytes:
+    """`encode_header` without the check: for one that was checked and has got its checksums since."""
+    return frame_header(msgspec.msgpack.encode(header), FORMAT_VERSION)
 
 
 def frame_header(body: bytes, version: int) -> bytes:

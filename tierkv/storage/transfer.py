@@ -64,14 +64,16 @@ class BlockHasher:
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
-        self._open = blake3()
+        self._begun: blake3 | None = None
 
     def feed(self, piece: Piece) -> None:
         for chunk in piece:
-            self._open.update(chunk.view)
+            found = blake3(chunk.view) if self._begun is None else self._begun.update(chunk.view)
             if chunk.last:
-                self.digests.append(self._open.digest())
-                self._open = blake3()
+                self.digests.append(found.digest())
+                self._begun = None
+            else:
+                self._begun = found
 
 
 class BlockFile:
