@@ -1,0 +1,135 @@
+"""A node in a dictionary, with the verbs of a client's group that the integration uses, and faults to order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tierkv.client.answers import Committed, Sealed
+from tierkv.core.identity import Identity
+from tierkv.core.keys import chain_keys, count_keys, key_at, pack_tokens
+from tierkv.core.reasons import Reason
+
+
+@dataclass
+class StandInLease:
+    group: StandInGroup
+    keys: bytes
+    blocks: int
+    cached_blocks: int
+    nvme_blocks: int
+    reason: Reason | None = None
+
+    def copy_into(self, destination: Any) -> int:
+        self.group.meet("copy_into")
+        for index in range(self.blocks):
+            row = np.frombuffer(self.group.stored[key_at(self.keys, index)], np.uint8)
+            if index >= self.group.valid_blocks:
+                row = np.full_like(row, 0xEE)
+            destination.write_blocks(index, row[np.newaxis])
+        return min(self.blocks, self.group.valid_blocks)
+
+
+@dataclass
+class StandInTicket:
+    group: StandInGroup
+    keys: bytes
+    states: bytes
+    granted: list[int]
+    reason: Reason | None = None
+    written: dict[int, bytes] = field(default_factory=dict)
+
+    def copy_from(self, source: Any) -> None:
+        self.group.meet("copy_from")
+        for index in self.granted:
+            row = np.full((1, self.group.block_bytes), 0xDD, np.uint8)
+            source.read_blocks(index, row)
+            self.written[index] = row.tobytes()
+
+    def commit(self) -> Committed:
+        self.group.meet("commit")
+        for index, content in self.written.items():
+            self.group.stored[key_at(self.keys, index)] = content
+            self.group.order.append(index)
+        return Committed(visible=len(self.written), staged=0)
+
+
+@dataclass
+class StandInGroup:
+    identity: Identity
+    stored: dict[bytes, bytes] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    sealed: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    failing: dict[str, Exception] = field(default_factory=dict)
+    valid_blocks: int = 1 << 30
+    room_blocks: int = 1 << 30
+    nvme_blocks: int = 0
+    max_lease_blocks: int = 1 << 30
+    away: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        return self.identity.layout.total_block_bytes
+
+    def meet(self, verb: str) -> None:
+        self.calls.append(verb)
+        if verb in self.failing:
+            raise self.failing[verb]
+
+    def count_cached(self, keys: bytes) -> int:
+        present = [key_at(keys, index) in self.stored for index in range(count_keys(keys))]
+        return present.index(False) if False in present else len(present)
+
+    @contextmanager
+    def acquire(self, *, keys: bytes, deadline_seconds: float) -> Iterator[StandInLease]:
+        self.meet("acquire")
+        if self.away:
+            yield StandInLease(self, keys, 0, 0, 0, Reason.NODE_AWAY)
+            return
+        cached = self.count_cached(keys)
+        blocks = min(cached, self.max_lease_blocks)
+        reason = Reason.DEADLINE if blocks < cached else None
+        yield StandInLease(self, keys, blocks, cached, min(self.nvme_blocks, blocks), reason)
+        self.meet("release")
+
+    @contextmanager
+    def reserve(
+        self, tokens: Sequence[int] | np.ndarray, *, first_block: int, keys: bytes, deadline_seconds: float
+    ) -> Iterator[StandInTicket]:
+        self.meet("reserve")
+        if self.away:
+            yield StandInTicket(self, keys, b"", [], Reason.NODE_AWAY)
+            return
+        root = self.identity.group_key()
+        assert keys == chain_keys(root, pack_tokens(tokens), self.identity.layout.block_tokens), "keys of other tokens"
+        missing = [index for index in range(first_block, count_keys(keys)) if key_at(keys, index) not in self.stored]
+        granted = missing[: max(0, self.room_blocks - len(self.stored))]
+        reason = Reason.NO_ROOM if len(granted) < len(missing) else None
+        yield StandInTicket(self, keys, bytes(count_keys(keys) - first_block), granted, reason)
+
+    def seal(
+        self, tokens: Any = None, *, keys: bytes = b"", wait: str = "sealed", deadline_seconds: float = 1.0
+    ) -> Sealed:
+        self.meet("seal")
+        if tokens is not None:
+            keys = chain_keys(self.identity.group_key(), pack_tokens(tokens), self.identity.layout.block_tokens)
+        blocks = self.count_cached(keys)
+        self.sealed.append(blocks)
+        return Sealed(blocks=blocks, flushed_blocks=blocks if wait == "flushed" else 0)
+
+
+class StandInClient:
+    """Keeps its groups by identity, as a node does: engines that declare the same one share what is stored."""
+
+    def __init__(self) -> None:
+        self.groups: dict[bytes, StandInGroup] = {}
+        self.declared: list[dict[str, Any]] = []
+
+    def open(self, identity: Identity, **declared: Any) -> StandInGroup:
+        self.declared.append(declared)
+        return self.groups.setdefault(identity.group_key(), StandInGroup(identity))
