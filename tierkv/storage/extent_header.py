@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from tierkv.storage.names import ExtentName
 from tierkv.storage.system_calls import call
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO would wait for a writer
+Decode = Callable[[bytes], Header]  # decode_header, or decode_intact
 _FOREIGN = ("ELOOP", "ENXIO")  # how opening a symbolic link, or a socket, fails
 
 
@@ -67,8 +68,8 @@ def open_regular(folder_fd: int, file: str) -> Iterator[tuple[int, os.stat_resul
         os.close(fd)
 
 
-def load_extent(fd: int, found: os.stat_result) -> FoundExtent:
-    header, header_bytes = load_header(fd, found.st_size)
+def load_extent(fd: int, found: os.stat_result, *, decode: Decode = decode_header) -> FoundExtent:
+    header, header_bytes = load_header(fd, found.st_size, decode=decode)
     promised = file_bytes(header.num_blocks, header.block_bytes, header_bytes)
     if found.st_size != promised:
         raise DamagedFile(Reason.SHORT_FILE, f"{found.st_size} bytes long; its header says {promised}")
@@ -87,7 +88,7 @@ def check_name(header: Header, name: ExtentName) -> None:
         raise DamagedFile(Reason.KEY_MISMATCH, f"key: the file begins with {key_at(header.keys, 0).hex()}")
 
 
-def load_header(fd: int, size: int) -> tuple[Header, int]:
+def load_header(fd: int, size: int, *, decode: Decode = decode_header) -> tuple[Header, int]:
     """Header and its length. Through the page cache, where a walk at start has left it, and without reading ahead."""
     call("posix_fadvise", os.posix_fadvise, fd, 0, 0, os.POSIX_FADV_RANDOM)
     raw = _pread(fd, min(size, PAGE_BYTES), 0)
@@ -96,7 +97,7 @@ def load_header(fd: int, size: int) -> tuple[Header, int]:
         raise DamagedFile(Reason.SHORT_FILE, f"{size} bytes long; its header alone has {prefix.header_bytes}")
     if prefix.header_bytes > len(raw):
         raw += _pread(fd, prefix.header_bytes - len(raw), len(raw))
-    return decode_header(raw), prefix.header_bytes
+    return decode(raw), prefix.header_bytes
 
 
 def _pread(fd: int, size: int, offset: int) -> bytes:
