@@ -231,7 +231,8 @@ class DataDirectory:
         if not self._direct_io:
             return False
         try:
-            call("fcntl", fcntl.fcntl, fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            flags = call("fcntl", fcntl.fcntl, fd, fcntl.F_GETFL)
+            call("fcntl", fcntl.fcntl, fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         except StorageError as error:
             if error.errno_name not in DIRECT_REFUSED:
                 raise
