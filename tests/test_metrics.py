@@ -20,7 +20,7 @@ from tierkv.core.usage import TierBytes
 from tierkv.errors import ConfigError
 from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, copy_counters
 from tierkv.metrics.endpoint import MetricsEndpoint, registry
-from tierkv.metrics.table import METRICS, PREFIX, counter_values, page
+from tierkv.metrics.table import METRICS, PREFIX, page
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -131,15 +131,6 @@ def _names_read(function) -> set[str]:
         if callable(cell.cell_contents):
             names |= _names_read(cell.cell_contents)
     return names
-
-
-def test_status_gets_the_counters_by_flat_names():
-    core = Counters(stored_tokens=7, hit_tokens=Counter(host=3))
-    values = counter_values(Snapshot(version="1", core=core, sessions=2, io_errors={("write", "ENOSPC"): 1}))
-    assert values["stored_tokens"] == 7
-    assert values["hit_tokens.host"] == 3
-    assert values["io_errors.write.ENOSPC"] == 1
-    assert "sessions" not in values
 
 
 def test_names_follow_the_conventions_of_prometheus():

@@ -202,17 +202,6 @@ METRICS: tuple[Declared, ...] = (
 )  # fmt: skip
 
 
-def counter_values(snapshot: Snapshot) -> dict[str, float]:
-    """The counters by flat names, for `tierkv status`: "stored_tokens", "hit_tokens.host", "io_errors.write.ENOSPC"."""
-    return {
-        ".".join((declared.name.removesuffix("_total"), *labels)): value
-        for declared in METRICS
-        if declared.kind == "counter"
-        for labels, value in declared.read(snapshot).items()
-        if not isinstance(value, Latency)
-    }
-
-
 _PAGE_HEAD = """\
 # Metrics
 

@@ -1,0 +1,162 @@
+"""A command line, run in this process, with a node that is a few prepared answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from tierkv.errors import NodeUnreachable
+from tierkv.wire.messages import (
+    StatusReply,
+    TierUsage,
+    UsageReply,
+    UsageRow,
+    VerifyReply,
+    WarmupReply,
+    WorkerStatus,
+)
+from tierkv_cli.main import run
+
+GIB = 2**30
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def tierkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    def call(*arguments: str) -> Outcome:
+        code = run(arguments)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return call
+
+
+@dataclass
+class FakeNode:
+    """What an Operator answers. `steps` are yielded by warm-ups and verifications, exceptions among them raised."""
+
+    endpoint: str = "/run/tierkv"
+    is_there: bool = True
+    statuses: list[StatusReply] = field(default_factory=list)
+    rows: tuple[UsageRow, ...] = ()
+    tiers: tuple[TierUsage, ...] = ()
+    steps: list[WarmupReply | VerifyReply | BaseException] = field(default_factory=list)
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    cancelled: bool = False
+
+    def is_connected(self) -> bool:
+        return self.is_there
+
+    def status(self) -> StatusReply:
+        self._require()
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+    def usage(self) -> UsageReply:
+        self._require()
+        return UsageReply(id=1, rows=self.rows, tiers=self.tiers)
+
+    def warmup(self, **arguments: Any) -> Iterator[Any]:
+        return self._progress("warmup", arguments)
+
+    def verify(self, **arguments: Any) -> Iterator[Any]:
+        return self._progress("verify", arguments)
+
+    def _progress(self, verb: str, arguments: dict[str, Any]) -> Iterator[Any]:
+        self._require()
+        self.asked.append((verb, arguments))
+        finished = False
+        try:
+            for step in self.steps:
+                if isinstance(step, BaseException):
+                    raise step
+                finished = step.finished
+                yield step
+        finally:
+            self.cancelled = not finished
+
+    def _require(self) -> None:
+        if not self.is_there:
+            raise NodeUnreachable(f"no node answers at {self.endpoint}: nobody listens")
+
+    def __enter__(self) -> FakeNode:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
+    fake = FakeNode(statuses=[status()])
+    monkeypatch.setattr("tierkv_cli.reach.operator", lambda where: fake)
+    return fake
+
+
+def status(**changes: Any) -> StatusReply:
+    values: dict[str, Any] = {
+        "id": 1,
+        "state": "ready",
+        "problems": (),
+        "version": "0.1.0",
+        "incarnation": 1,
+        "uptime_seconds": 11_550.0,
+        "data_dir": "/var/lib/tierkv",
+        "recovery_stage": "",
+        "recovery_done": 0,
+        "recovery_total": 0,
+        "sessions": 2,
+        "leases": 1,
+        "tickets": 0,
+        "extents": 1_234,
+        "dirty_extents": 3,
+        "counters": {"asked_tokens": 16_000.0, "hit_tokens.host": 6_400.0, "hit_tokens.nvme": 2_400.0},
+        "tiers": (tier("host", capacity_bytes=4 * GIB, used_bytes=GIB), tier("nvme", capacity_bytes=100 * GIB)),
+        "workers": (WorkerStatus(name="storage", pid=77, state="running", restarts=0, last_heard_seconds=0.4),),
+    }
+    return StatusReply(**(values | changes))
+
+
+def tier(name: str, **changes: Any) -> TierUsage:
+    values = {"capacity_bytes": GIB, "used_bytes": 0, "reserved_bytes": 0, "overhead_bytes": 0}
+    return TierUsage(tier=name, **(values | changes))
+
+
+def usage_row(**changes: Any) -> UsageRow:
+    values: dict[str, Any] = {
+        "fingerprint": "ab" * 32,
+        "group": bytes(32),
+        "model_name": "llama",
+        "adapter": "",
+        "adapter_name": "",
+        "salt": "",
+        "dtype": "bfloat16",
+        "layout": "layer,kv,head,token,dim",
+        "block_tokens": 16,
+        "block_bytes": 2**20,
+        "ranks": 1,
+        "extents": 10,
+        "tokens": 1_600,
+        "host_bytes": GIB,
+        "nvme_bytes": 2 * GIB,
+        "last_used": 1_000.0,
+        "persistent": True,
+        "reachable": True,
+    }
+    return UsageRow(**(values | changes))

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import GIB, tier, usage_row
+from tierkv_cli.du import BY, aggregate, total
+
+ROWS = (
+    usage_row(group=b"\1" * 32),
+    usage_row(group=b"\2" * 32, adapter="cd" * 32, adapter_name="legal", salt="0011aabb", last_used=5_000.0),
+    usage_row(group=b"\3" * 32, fingerprint="ef" * 32, model_name="", nvme_bytes=9 * GIB, reachable=False),
+)
+
+
+def test_by_model_sums_over_adapters_and_tenants():
+    large, small = aggregate(ROWS, "model")
+    assert (large.names["fingerprint"], large.groups, large.nvme_bytes) == ("ef" * 32, 1, 9 * GIB)
+    assert (small.names["model"], small.groups, small.extents, small.tokens) == ("llama", 2, 20, 3_200)
+    assert (small.host_bytes, small.nvme_bytes, small.last_used) == (2 * GIB, 4 * GIB, 5_000.0)
+
+
+def test_by_adapter_tells_a_model_with_one_from_the_model_alone():
+    assert [line.names["adapter"] for line in aggregate(ROWS[:2], "adapter")] == ["", "legal"]
+
+
+def test_by_tenant_sums_over_models():
+    lines = {line.names["tenant"]: line.groups for line in aggregate(ROWS, "tenant")}
+    assert lines == {"": 2, "0011aabb": 1}
+
+
+def test_by_group_has_a_line_for_each():
+    assert len(aggregate(ROWS, "group")) == 3
+
+
+@pytest.mark.parametrize("by", BY)
+def test_lines_add_up_whatever_they_are_by(by):
+    summed = total(aggregate(ROWS, by))
+    assert (summed.groups, summed.host_bytes, summed.nvme_bytes) == (3, 3 * GIB, 13 * GIB)
+    assert summed.unreachable_bytes == 10 * GIB
+
+
+def test_one_fingerprint_under_two_names_shows_both():
+    rows = (usage_row(group=b"\1" * 32, model_name="a"), usage_row(group=b"\2" * 32, model_name="b"))
+    (line,) = aggregate((*rows, rows[0]), "model")
+    assert line.names["model"] == "a, b"
+
+
+def test_people_see_lines_a_total_and_the_tiers(tierkv, node):
+    node.rows = ROWS
+    node.tiers = (
+        tier("nvme", capacity_bytes=100 * GIB, used_bytes=13 * GIB, overhead_bytes=GIB, index_bytes=2**20,
+             quarantined_bytes=2**21, quarantined_files=2),
+    )  # fmt: skip
+    out = tierkv("du").out
+    assert "llama" in out
+    assert "(no name)" in out
+    assert "10.0 GiB" in out  # unreachable
+    total_line = next(line for line in out.splitlines() if line.startswith("total"))
+    assert "13.0 GiB" in total_line
+    assert "2.0 MiB (2 files)" in out
+    assert "86.0 GiB" in out  # free
+
+
+@pytest.mark.parametrize("by", BY)
+def test_every_way_to_sum_can_be_shown(by, tierkv, node):
+    node.rows = ROWS
+    assert tierkv("du", "--by", by).code == 0
+
+
+def test_nothing_cached_is_said(tierkv, node):
+    assert "nothing is cached yet" in tierkv("du").out
+
+
+def test_json_has_bytes_and_whole_digests(tierkv, node):
+    node.rows = ROWS
+    found = tierkv("du", "--json").json
+    assert found["by"] == "model"
+    assert found["lines"][1]["fingerprint"] == "ab" * 32
+    assert found["total"]["nvme_bytes"] == 13 * GIB
+    assert found["total"]["unreachable_bytes"] == 10 * GIB

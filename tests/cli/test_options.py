@@ -1,0 +1,58 @@
+"""Which node is meant: the nearest word wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tierkv.errors import ConfigError
+from tierkv.wire.socket_directory import default_socket_dir
+from tierkv_cli.options import Where
+
+
+def where(**given: str) -> Where:
+    return Where(**({"endpoint": None, "data_dir": None, "socket_dir": None, "config": None} | given))
+
+
+def test_nothing_said_is_the_node_in_memory():
+    assert where().socket_directory() == default_socket_dir(None)
+
+
+def test_the_endpoint_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERKV_ENDPOINT", "/elsewhere")
+    monkeypatch.chdir(tmp_path)
+    assert where(endpoint="/run/a").socket_directory() == Path("/run/a")
+    assert where(endpoint="here").socket_directory() == tmp_path / "here"
+
+
+def test_the_data_directory_leads_to_the_endpoint(tmp_path):
+    assert where(data_dir=str(tmp_path)).socket_directory() == default_socket_dir(tmp_path)
+
+
+def test_an_option_beats_the_variable_of_the_endpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERKV_ENDPOINT", "/elsewhere")
+    assert where().socket_directory() == Path("/elsewhere")
+    assert where(data_dir=str(tmp_path)).socket_directory() == default_socket_dir(tmp_path)
+    assert where(socket_dir="/run/b").socket_directory() == Path("/run/b")
+
+
+def test_the_variable_of_the_endpoint_beats_other_variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIERKV_DATA_DIR", str(tmp_path))
+    assert where().socket_directory() == default_socket_dir(tmp_path)
+    monkeypatch.setenv("TIERKV_ENDPOINT", "/elsewhere")
+    assert where().socket_directory() == Path("/elsewhere")
+
+
+def test_a_file_of_settings_says_where_its_node_is(tmp_path):
+    file = tmp_path / "tierkv.toml"
+    file.write_text('data_dir = "/d"\nsocket_dir = "/run/c"\n')
+    assert where(config=str(file)).socket_directory() == Path("/run/c")
+    file.write_text('data_dir = "/d"\n')
+    assert where(config=str(file)).socket_directory() == default_socket_dir(Path("/d"))
+
+
+def test_wrong_settings_are_an_error_even_of_a_command_that_only_asks(monkeypatch):
+    monkeypatch.setenv("TIERKV_DATADIR", "/d")
+    with pytest.raises(ConfigError, match="TIERKV_DATA_DIR"):
+        where().socket_directory()

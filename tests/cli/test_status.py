@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from tests.cli.conftest import GIB, status, tier
+from tierkv.wire.messages import WorkerStatus
+
+
+def test_a_ready_node_shows_tiers_sessions_counts_and_processes(tierkv, node):
+    outcome = tierkv("status")
+    assert outcome.code == 0
+    assert "tierkv 0.1.0 is ready, up 3 h 12 m" in outcome.out
+    assert "/var/lib/tierkv" in outcome.out
+    assert "/run/tierkv" in outcome.out
+    assert "[#####...............]" in outcome.out
+    assert "25.0 %" in outcome.out
+    assert "1,234 extents, 3 of them not on disk yet" in outcome.out
+    assert "2 engine processes hold 1 leases and 0 tickets" in outcome.out
+    assert "tokens asked for 16,000, hit 8,800 (55.0 %): host 6,400, nvme 2,400" in outcome.out
+    assert "storage" in outcome.out
+
+
+def test_reserved_and_overhead_count_as_taken(tierkv, node):
+    taken = tier("nvme", capacity_bytes=4 * GIB, used_bytes=GIB, reserved_bytes=GIB, overhead_bytes=GIB)
+    node.statuses = [status(tiers=(taken,))]
+    assert "75.0 %" in tierkv("status").out
+
+
+def test_problems_are_told(tierkv, node):
+    worker = WorkerStatus(
+        name="storage", pid=9, state="restarting", restarts=2, last_heard_seconds=4.0, problem="signal 9"
+    )
+    full = tier("nvme", state="read_only", reason="disk_full")
+    node.statuses = [
+        status(state="degraded", problems=("nvme is read-only: disk full",), tiers=(full,), workers=(worker,))
+    ]
+    out = tierkv("status").out
+    assert "is degraded" in out
+    assert "! nvme is read-only: disk full" in out
+    assert "read_only (disk_full)" in out
+    assert "signal 9" in out
+
+
+def test_counts_of_what_went_wrong_are_shown_only_when_there_are_any(tierkv, node):
+    assert "damaged" not in tierkv("status").out
+    counters = {"damaged_extents.checksum": 2.0, "dropped_writes.disk_full": 5.0, "errors.malformed": 7.0}
+    node.statuses = [status(counters=counters)]
+    out = tierkv("status").out
+    assert "damaged extents found 2: checksum 2" in out
+    assert "extents not written to disk 5: disk_full 5" in out
+    assert "requests answered with an error 7: malformed 7" in out
+
+
+def test_a_recovering_node_says_how_far_it_is(tierkv, node):
+    node.statuses = [status(state="recovering", recovery_stage="headers", recovery_done=50, recovery_total=200)]
+    out = tierkv("status").out
+    assert "headers [#####...............] 50 of 200" in out
+
+
+def test_a_second_front_is_mentioned(tierkv, node):
+    node.statuses = [status(incarnation=3)]
+    assert "front 3 of this node" in tierkv("status").out
+
+
+def test_json_is_the_reply_and_the_endpoint(tierkv, node):
+    found = tierkv("status", "--json").json
+    assert found["endpoint"] == "/run/tierkv"
+    assert found["state"] == "ready"
+    assert found["tiers"][0]["used_bytes"] == GIB
+    assert found["workers"][0]["pid"] == 77

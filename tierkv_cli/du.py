@@ -1,0 +1,232 @@
+"""`tierkv du`: what takes how much room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from tierkv_cli.options import Where, json_option, where_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierkv.wire.messages import TierUsage, UsageReply, UsageRow
+
+BY = ("model", "adapter", "tenant", "group")
+
+
+@click.command(short_help="Show what takes how much room.")
+@click.option("--by", type=click.Choice(BY), default="model", show_default=True, help="What makes a line.")
+@json_option
+@where_options
+def command(*, where: Where, by: str, as_json: bool) -> None:
+    """Show what takes how much room, in memory and on disk.
+
+    "unreachable" is what belongs to identities that no connected engine has open: of a model that isn't served now, or
+    that was changed since. It is not lost, and is found again when an engine with that identity comes back.
+    A tenant is shown by the first digits of its salt's digest.
+    """
+    from tierkv_cli.output import console, plain, print_json
+    from tierkv_cli.reach import operator
+
+    with operator(where) as node:
+        usage = node.usage()
+    lines = aggregate(usage.rows, by)
+    if as_json:
+        print_json(
+            {
+                "by": by,
+                "lines": [line.as_object() for line in lines],
+                "total": total(lines).as_object(),
+                "tiers": plain(usage.tiers),
+            }
+        )
+        return
+    screen = console()
+    for part in view(usage, lines, by):
+        screen.print(part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Sums over groups. `names` are what people call them, by column; `key` is what tells lines apart."""
+
+    key: tuple[str, ...]
+    names: dict[str, str]
+    groups: int = 0
+    extents: int = 0
+    tokens: int = 0
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    unreachable_bytes: int = 0
+    last_used: float = 0.0
+
+    def as_object(self) -> dict[str, object]:
+        numbers = ("groups", "extents", "tokens", "host_bytes", "nvme_bytes", "unreachable_bytes", "last_used")
+        return self.names | {name: getattr(self, name) for name in numbers}
+
+
+def aggregate(rows: Iterable[UsageRow], by: str) -> list[Line]:
+    """One line for each model, adapter, tenant or group; the largest first."""
+    lines: dict[tuple[str, ...], Line] = {}
+    for row in rows:
+        added = _line(row, by)
+        before = lines.get(added.key)
+        lines[added.key] = added if before is None else _sum(before, added)
+    return sorted(lines.values(), key=lambda line: (-line.host_bytes - line.nvme_bytes, line.key))
+
+
+def total(lines: Iterable[Line]) -> Line:
+    found = Line(key=(), names={})
+    for line in lines:
+        found = _sum(found, line)
+    return found
+
+
+def _line(row: UsageRow, by: str) -> Line:
+    key, names = _keys(row, by)
+    num_bytes = row.host_bytes + row.nvme_bytes
+    return Line(
+        key=key,
+        names=names,
+        groups=1,
+        extents=row.extents,
+        tokens=row.tokens,
+        host_bytes=row.host_bytes,
+        nvme_bytes=row.nvme_bytes,
+        unreachable_bytes=0 if row.reachable else num_bytes,
+        last_used=row.last_used,
+    )
+
+
+def _keys(row: UsageRow, by: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    model = {"model": row.model_name, "fingerprint": row.fingerprint}
+    adapter = {"adapter": row.adapter_name, "adapter_fingerprint": row.adapter}
+    if by == "model":
+        return (row.fingerprint,), model
+    if by == "adapter":
+        return (row.fingerprint, row.adapter), model | adapter
+    if by == "tenant":
+        return (row.salt,), {"tenant": row.salt}
+    about = {
+        "group": row.group.hex(),
+        "dtype": row.dtype,
+        "layout": row.layout,
+        "block_tokens": str(row.block_tokens),
+        "block_bytes": str(row.block_bytes),
+        "ranks": str(row.ranks),
+    }
+    return (row.group.hex(),), model | adapter | {"tenant": row.salt} | about
+
+
+def _sum(one: Line, other: Line) -> Line:
+    return Line(
+        key=one.key,
+        names={column: _both(name, other.names.get(column, "")) for column, name in one.names.items()},
+        groups=one.groups + other.groups,
+        extents=one.extents + other.extents,
+        tokens=one.tokens + other.tokens,
+        host_bytes=one.host_bytes + other.host_bytes,
+        nvme_bytes=one.nvme_bytes + other.nvme_bytes,
+        unreachable_bytes=one.unreachable_bytes + other.unreachable_bytes,
+        last_used=max(one.last_used, other.last_used),
+    )
+
+
+def _both(name: str, other: str) -> str:
+    """One fingerprint may have been called by several names."""
+    known = name.split(", ") if name else []
+    return name if not other or other in known else ", ".join([*known, other])
+
+
+# ---- for people
+
+
+def view(usage: UsageReply, lines: list[Line], by: str) -> Iterator[RenderableType]:
+    if lines:
+        yield _lines_table(lines, by)
+    else:
+        yield "nothing is cached yet"
+    yield ""
+    yield _tier_table(usage.tiers)
+
+
+def _lines_table(lines: list[Line], by: str) -> RenderableType:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import ago, table
+
+    heads = _heads(by)
+    numbers = ("groups", "extents", "tokens", "memory", "nvme", "unreachable")
+    shown = table(*heads, *numbers, "last used", numbers=numbers)
+    for line in lines:
+        shown.add_row(*_labels(line, by), *_numbers(line, human_size), ago(line.last_used))
+    if len(lines) > 1:
+        shown.add_section()
+        summed = total(lines)
+        shown.add_row("total", *[""] * (len(heads) - 1), *_numbers(summed, human_size), ago(summed.last_used))
+    return shown
+
+
+def _heads(by: str) -> tuple[str, ...]:
+    return {
+        "model": ("model", "fingerprint"),
+        "adapter": ("model", "adapter"),
+        "tenant": ("tenant",),
+        "group": ("group", "model", "adapter", "tenant", "dtype", "layout", "block"),
+    }[by]
+
+
+def _labels(line: Line, by: str) -> tuple[str, ...]:
+    from tierkv.config.sizes import human_size
+
+    names = line.names
+    model = names.get("model") or _short(names.get("fingerprint", ""))
+    adapter = names.get("adapter") or _short(names.get("adapter_fingerprint", ""))
+    if by == "model":
+        return (names["model"] or "(no name)", _short(names["fingerprint"]))
+    if by == "adapter":
+        return (model, adapter)
+    if by == "tenant":
+        return (names["tenant"] or "(no salt)",)
+    block = f"{names['block_tokens']} tokens, {human_size(int(names['block_bytes']))} x {names['ranks']}"
+    return (_short(names["group"]), model, adapter, names["tenant"] or "-", names["dtype"], names["layout"], block)
+
+
+def _short(digest: str) -> str:
+    return digest[:12] or "-"
+
+
+def _numbers(line: Line, size: Callable[[int], str]) -> tuple[str, ...]:
+    return (
+        f"{line.groups:,}",
+        f"{line.extents:,}",
+        f"{line.tokens:,}",
+        size(line.host_bytes),
+        size(line.nvme_bytes),
+        size(line.unreachable_bytes) if line.unreachable_bytes else "-",
+    )
+
+
+def _tier_table(tiers: tuple[TierUsage, ...]) -> RenderableType:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import table
+
+    sizes = ("used", "reserved", "overhead", "of it index", "of it quarantine", "free", "capacity")
+    shown = table("tier", *sizes, numbers=sizes)
+    for tier in tiers:
+        taken = tier.used_bytes + tier.reserved_bytes + tier.overhead_bytes
+        files = f" ({tier.quarantined_files:,} files)" if tier.quarantined_files else ""
+        shown.add_row(
+            tier.tier,
+            human_size(tier.used_bytes),
+            human_size(tier.reserved_bytes),
+            human_size(tier.overhead_bytes),
+            human_size(tier.index_bytes) if tier.index_bytes else "-",
+            (human_size(tier.quarantined_bytes) if tier.quarantined_bytes else "-") + files,
+            human_size(max(0, tier.capacity_bytes - taken)),
+            human_size(tier.capacity_bytes),
+        )
+    return shown

@@ -1,0 +1,79 @@
+"""Options that several commands share, and which node they mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from tierkv.config import Effective
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which node, as the command line has it. None: not given."""
+
+    endpoint: str | None
+    data_dir: str | None
+    socket_dir: str | None
+    config: str | None
+
+    def settings(self) -> Effective:
+        """The settings that `tierkv serve` would have with the same options, file and environment."""
+        from tierkv.config import find_file, load
+
+        options = {"data_dir": self.data_dir, "socket_dir": self.socket_dir}
+        return load(options, os.environ, find_file(Path(self.config) if self.config else None, os.environ))
+
+    def socket_directory(self) -> Path:
+        """The node's endpoint: --endpoint, what the other options say, TIERKV_ENDPOINT, what the settings say."""
+        from tierkv.wire.socket_directory import find_socket_dir
+
+        if self.endpoint is not None:
+            return _absolute(self.endpoint)
+        variable = os.environ.get("TIERKV_ENDPOINT")
+        if variable and self.data_dir is None and self.socket_dir is None and self.config is None:
+            return _absolute(variable)
+        effective = self.settings()
+        if effective.sources["socket_dir"] != "default":
+            return effective.settings.socket_dir
+        return find_socket_dir(effective.settings.data_dir, effective.settings.name)
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+_WHERE = (
+    click.option("--endpoint", metavar="PATH", help="The node's socket directory. Also: TIERKV_ENDPOINT."),
+    click.option("--data-dir", metavar="PATH", help="The node's data directory."),
+    click.option("--socket-dir", metavar="PATH", help="The node's socket directory, as its settings name it."),
+    click.option("--config", metavar="FILE", help="The node's settings. Also: TIERKV_CONFIG."),
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value; sizes in bytes.")
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show where an error came from."
+)  # tierkv_cli.main looks for it by itself: an error can come before options are read
+
+
+def where_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `Where`; the command gets it as `where`."""
+
+    @wraps(function)
+    def with_where(
+        *, endpoint: str | None, data_dir: str | None, socket_dir: str | None, config: str | None, **rest: Any
+    ) -> Any:
+        return function(where=Where(endpoint, data_dir, socket_dir, config), **rest)
+
+    decorated: Callable[..., Any] = debug_option(with_where)
+    for option in reversed(_WHERE):
+        decorated = option(decorated)
+    return decorated

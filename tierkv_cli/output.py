@@ -1,0 +1,89 @@
+"""How things look: consoles, tables, bars, times, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 240  # columns where there is no terminal: nothing is cut off before grep has seen it
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for tierkv_cli.main, which knows the exit code
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Nothing is taken for markup: names of models may have brackets in them."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PIPE_WIDTH
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+
+def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Columns named in `numbers` are set right."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return made
+
+
+def bar(part: int, whole: int, width: int = 20) -> str:
+    filled = 0 if whole <= 0 else min(width, round(width * part / whole))
+    return "#" * filled + "." * (width - filled)
+
+
+def percent(part: float, whole: float) -> str:
+    return "-" if not whole else f"{100 * part / whole:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: "3 h 12 m", "41 s"."""
+    whole = max(0, int(seconds))
+    parts = [
+        (whole // 86_400, "d"),
+        (whole % 86_400 // 3_600, "h"),
+        (whole % 3_600 // 60, "m"),
+        (whole % 60, "s"),
+    ]
+    first = next((index for index, (count, _) in enumerate(parts) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+
+
+def ago(moment: float, now: float | None = None) -> str:
+    """A time of the node, which is a wall-clock time; 0 is never."""
+    if not moment:
+        return "never"
+    return f"{duration((time.time() if now is None else now) - moment)} ago"
+
+
+def warn(text: str) -> Text:
+    return Text(f"! {text}", style="yellow")
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(plain(value), indent=2))
+
+
+def plain(value: Any) -> Any:
+    """JSON's own types: messages become objects without their `type`, bytes hex digits."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__ if name != "id"}
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)

@@ -1,0 +1,141 @@
+"""`tierkv status`: how the node is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from tierkv_cli.options import Where, json_option, where_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierkv.wire.messages import StatusReply, TierUsage, WorkerStatus
+
+
+@click.command(short_help="Show how the node is.")
+@json_option
+@where_options
+def command(*, where: Where, as_json: bool) -> None:
+    """Show how the node is: ready or not, what fills its tiers, its processes, and what is wrong.
+
+    Answered at any time, also while the node is still finding out what is on disk.
+    """
+    from tierkv_cli.output import console, plain, print_json
+    from tierkv_cli.reach import operator
+
+    with operator(where) as node:
+        status = node.status()
+        endpoint = node.endpoint
+    if as_json:
+        print_json({"endpoint": endpoint} | plain(status))
+        return
+    screen = console()
+    for part in view(status, endpoint):
+        screen.print(part)
+
+
+def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    from tierkv_cli.output import duration, warn
+
+    color = {"ready": "green", "stopping": "yellow"}.get(status.state, "red")
+    yield Text.assemble(
+        f"tierkv {status.version} is ",
+        (status.state, color),
+        f", up {duration(status.uptime_seconds)}",
+        "" if status.incarnation <= 1 else f" (front {status.incarnation} of this node)",
+    )
+    yield f"data directory  {status.data_dir or 'none: memory only'}"
+    yield f"endpoint        {endpoint}"
+    if status.state == "recovering":
+        yield f"recovery        {_recovery(status)}"
+    yield from (warn(problem) for problem in status.problems)
+    yield ""
+    yield _tiers(status.tiers)
+    yield ""
+    yield _held(status)
+    yield from _counts(status.counters)
+    yield ""
+    yield _workers(status.workers)
+
+
+def _recovery(status: StatusReply) -> str:
+    from tierkv_cli.output import bar
+
+    done, total = status.recovery_done, status.recovery_total
+    return f"{status.recovery_stage} [{bar(done, total)}] {done:,} of {total:,}"
+
+
+def _tiers(tiers: tuple[TierUsage, ...]) -> RenderableType:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import bar, percent, table
+
+    shown = table(
+        "tier", "", "full", "used", "reserved", "overhead", "capacity", "state",
+        numbers=("full", "used", "reserved", "overhead", "capacity"),
+    )  # fmt: skip
+    for tier in tiers:
+        taken = tier.used_bytes + tier.reserved_bytes + tier.overhead_bytes
+        shown.add_row(
+            tier.tier,
+            f"[{bar(taken, tier.capacity_bytes)}]",
+            percent(taken, tier.capacity_bytes),
+            human_size(tier.used_bytes),
+            human_size(tier.reserved_bytes),
+            human_size(tier.overhead_bytes),
+            human_size(tier.capacity_bytes),
+            tier.state + (f" ({tier.reason})" if tier.reason else ""),
+        )
+    return shown
+
+
+def _held(status: StatusReply) -> str:
+    dirty = f", {status.dirty_extents:,} of them not on disk yet" if status.dirty_extents else ""
+    return (
+        f"{status.extents:,} extents{dirty}; {status.sessions:,} engine processes hold "
+        f"{status.leases:,} leases and {status.tickets:,} tickets"
+    )
+
+
+def _counts(counters: dict[str, float]) -> Iterator[str]:
+    from tierkv_cli.output import percent
+
+    asked = counters.get("asked_tokens", 0)
+    hits = _labelled(counters, "hit_tokens")
+    hit = sum(hits.values())
+    yield (
+        f"tokens asked for {asked:,.0f}, hit {hit:,.0f} ({percent(hit, asked)})"
+        f"{_by_label(hits)}, stored {counters.get('stored_tokens', 0):,.0f}"
+    )
+    for name, words in (
+        ("damaged_extents", "damaged extents found"),
+        ("dropped_writes", "extents not written to disk"),
+        ("refused_blocks", "blocks not stored"),
+        ("errors", "requests answered with an error"),
+    ):
+        found = {label: count for label, count in _labelled(counters, name).items() if count}
+        if found:
+            yield f"{words} {sum(found.values()):,.0f}{_by_label(found)}"
+
+
+def _labelled(counters: dict[str, float], name: str) -> dict[str, float]:
+    prefix = name + "."
+    return {key.removeprefix(prefix): value for key, value in counters.items() if key.startswith(prefix)}
+
+
+def _by_label(counts: dict[str, float]) -> str:
+    return "" if not counts else ": " + ", ".join(f"{label} {count:,.0f}" for label, count in counts.items())
+
+
+def _workers(workers: tuple[WorkerStatus, ...]) -> RenderableType:
+    from tierkv_cli.output import duration, table
+
+    shown = table("process", "pid", "state", "restarts", "last heard", "problem", numbers=("pid", "restarts"))
+    for worker in workers:
+        heard = f"{duration(worker.last_heard_seconds)} ago"
+        shown.add_row(worker.name, str(worker.pid), worker.state, str(worker.restarts), heard, worker.problem)
+    return shown

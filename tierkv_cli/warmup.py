@@ -1,0 +1,120 @@
+"""`tierkv warmup`: bring what was used last from NVMe to memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from tierkv_cli.options import Where, json_option, where_options
+
+if TYPE_CHECKING:
+    from tierkv.client.blocking import Operator
+    from tierkv.wire.messages import UsageRow, WarmupReply
+
+INCOMPLETE = 4
+
+
+@click.command(short_help="Bring what was used last from NVMe to memory.")
+@click.option("--budget", metavar="SIZE", help="At most this much memory, like 8GiB. [default: what fits]")
+@click.option("--model", metavar="NAME", help="Only this model: its name, or its fingerprint or the beginning of it.")
+@json_option
+@where_options
+def command(*, where: Where, budget: str | None, model: str | None, as_json: bool) -> int:
+    """Bring what was used last from NVMe to memory, so that the first requests after a restart hit there.
+
+    Ctrl-C ends it cleanly; what has been brought stays, and the same command goes on from there. Exit code 4 when it
+    could not bring everything it was asked to.
+    """
+    from tierkv_cli.output import print_json
+    from tierkv_cli.progress import Meter
+    from tierkv_cli.reach import operator, wait_ready
+
+    budget_bytes = _budget(budget)
+    begun = time.monotonic()
+    progress: WarmupReply | None = None
+    interrupted = False
+    with operator(where) as node, Meter("warmup", "extents") as meter:
+        try:
+            wait_ready(node, meter)
+            for progress in node.warmup(budget_bytes=budget_bytes, fingerprint=_fingerprint(node, model)):
+                meter.show(progress.done_extents, progress.total_extents, progress.promoted_bytes)
+        except KeyboardInterrupt:  # leaving the loop has told the node to stop
+            interrupted = True
+    seconds = time.monotonic() - begun
+    if as_json:
+        print_json(_as_object(progress, interrupted, seconds))
+    else:
+        _tell(progress, interrupted, seconds)
+    return 0 if _is_complete(progress, interrupted) else INCOMPLETE
+
+
+def _budget(text: str | None) -> int:
+    from tierkv.config.sizes import parse_size
+
+    if text is None:
+        return 0
+    try:
+        num_bytes = parse_size(text)
+    except ValueError as error:
+        raise click.UsageError(f"--budget: {error}", click.get_current_context()) from None
+    if num_bytes == 0:
+        raise click.UsageError("--budget: 0 brings nothing; write more, or leave it out", click.get_current_context())
+    return num_bytes
+
+
+def _fingerprint(node: Operator, model: str | None) -> str:
+    """Of the one model that is meant. Empty: all."""
+    return "" if model is None else find_fingerprint(node.usage().rows, model)
+
+
+def find_fingerprint(rows: tuple[UsageRow, ...], model: str) -> str:
+    begins = model.lower() if re.fullmatch(r"[0-9a-fA-F]{6,64}", model) else None
+    found = {
+        row.fingerprint: row.model_name
+        for row in rows
+        if row.model_name == model or (begins and row.fingerprint.startswith(begins))
+    }
+    if len(found) == 1:
+        return next(iter(found))
+    ctx = click.get_current_context(silent=True)
+    if not found:
+        known = sorted({row.model_name or row.fingerprint[:12] for row in rows})
+        raise click.UsageError(f"no model {model!r} here; there is {', '.join(known) or 'nothing yet'}", ctx)
+    which = ", ".join(fingerprint[:12] for fingerprint in sorted(found))
+    raise click.UsageError(f"{model!r} could be any of the fingerprints {which}; name one of these", ctx)
+
+
+def _is_complete(progress: WarmupReply | None, interrupted: bool) -> bool:
+    return bool(
+        progress and progress.finished and not interrupted and not progress.failed_extents and not progress.reason
+    )
+
+
+def _as_object(progress: WarmupReply | None, interrupted: bool, seconds: float) -> dict[str, object]:
+    from tierkv_cli.output import plain
+
+    counts = {} if progress is None else plain(progress)
+    complete = _is_complete(progress, interrupted)
+    return counts | {"complete": complete, "interrupted": interrupted, "seconds": round(seconds, 3)}
+
+
+def _tell(progress: WarmupReply | None, interrupted: bool, seconds: float) -> None:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import duration
+
+    if progress is not None:
+        brought = (
+            f"brought {human_size(progress.promoted_bytes)} to memory in {duration(seconds)}: "
+            f"{progress.done_extents:,} of {progress.total_extents:,} extents"
+        )
+        already = f", {human_size(progress.already_bytes)} was there before" if progress.already_bytes else ""
+        click.echo(brought + already)
+        if progress.failed_extents:
+            click.echo(f"tierkv: {progress.failed_extents:,} extents could not be read", err=True)
+        if progress.reason and not interrupted:
+            click.echo(f"tierkv: not all of it: {progress.reason}", err=True)
+    if interrupted:
+        click.echo("tierkv: interrupted; run the same command again to go on", err=True)
