@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.machines import machine
-from tierkv.config import GiB, KiB, Machine, MiB, Settings, nvme_room
+from tierkv.config import GiB, KiB, Machine, MiB, Settings
 from tierkv.errors import ConfigError
 
 
@@ -169,29 +169,3 @@ def test_an_unknown_field_is_not_accepted_silently():
 def test_settings_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         settings().name = "other"
-
-
-def test_the_disk_gives_less_than_asked_with_a_warning_that_has_both_numbers():
-    # 200 MiB with 120 MiB of other data: 80 MiB free, 20 MiB of which stay
-    asked = settings(data_dir="/d", nvme_bytes="150MiB", nvme_reserve_bytes="20MiB")
-    room, warning = nvme_room(asked, free_bytes=80 * MiB, own_bytes=0)
-    assert room == 60 * MiB
-    assert "150MiB" in warning
-    assert "60MiB" in warning
-
-
-def test_the_room_shrinks_while_other_data_grow_and_never_goes_below_0():
-    asked = settings(data_dir="/d", nvme_bytes="150MiB", nvme_reserve_bytes="20MiB")
-    assert nvme_room(asked, free_bytes=40 * MiB, own_bytes=30 * MiB)[0] == 50 * MiB
-    assert nvme_room(asked, free_bytes=5 * MiB, own_bytes=0)[0] == 0
-
-
-def test_what_was_asked_for_is_used_when_the_disk_has_it():
-    asked = settings(data_dir="/d", nvme_bytes="150MiB", nvme_reserve_bytes="20MiB")
-    assert nvme_room(asked, free_bytes=10 * GiB, own_bytes=0) == (150 * MiB, "")
-
-
-def test_without_a_size_most_of_what_is_free_is_used():
-    automatic = settings(data_dir="/d", nvme_reserve_bytes="1GiB")
-    assert nvme_room(automatic, free_bytes=100 * GiB, own_bytes=20 * GiB) == (100 * GiB, "")
-    assert nvme_room(automatic, free_bytes=2 * GiB, own_bytes=0) == (GiB, "")

@@ -7,7 +7,7 @@ error is a ConfigError that names the field and says what to write.
 """
 
 from tierkv.config.machine import Machine, cgroup_limit
-from tierkv.config.settings import Settings, machine_defaults, nvme_room
+from tierkv.config.settings import Settings, machine_defaults
 from tierkv.config.sizes import GiB, KiB, MiB, TiB, format_size, human_size, parse_size
 from tierkv.config.sources import Effective, find_file, load, option_name, variable_name
 
@@ -19,7 +19,6 @@ __all__ = [
     "Machine",
     "cgroup_limit",
     "machine_defaults",
-    "nvme_room",
     "option_name",
     "variable_name",
     "parse_size",

@@ -219,23 +219,6 @@ def _words(num_bytes: int) -> str:
     return exact if exact != str(num_bytes) and len(exact) <= 7 else human_size(num_bytes)
 
 
-def nvme_room(settings: Settings, *, free_bytes: int, own_bytes: int) -> tuple[int, str]:
-    """Bytes that the node may use in its data directory now, and a warning where that is less than was asked for.
-
-    `free_bytes` is what the file system has left for us, `own_bytes` what our files take already. Other data that
-    grows makes the room smaller at the next call.
-    """
-    real = max(0, free_bytes + own_bytes - settings.nvme_reserve_bytes)
-    if settings.nvme_bytes is None:
-        return min(real, own_bytes + free_bytes * 8 // 10), ""
-    if real >= settings.nvme_bytes:
-        return settings.nvme_bytes, ""
-    return real, (
-        f"nvme_bytes is {_words(settings.nvme_bytes)}, but the disk has room for {_words(real)} with "
-        f"{_words(settings.nvme_reserve_bytes)} kept free (nvme_reserve_bytes): using that"
-    )
-
-
 def machine_defaults(given: Mapping[str, object], machine: Machine) -> dict[str, object]:
     """Values of the settings that depend on the machine or on other settings, for those that `given` leaves out.
     A given value that can't be read counts as absent here; its own field reports it."""

@@ -22,7 +22,14 @@ from tierkv.errors import ConfigError
 ENV_PREFIX = "TIERKV_"
 FILE_NAME = "tierkv.toml"
 
-RESERVED_VARIABLES = ("TIERKV_CONFIG", "TIERKV_ENDPOINT", "TIERKV_VENV", "TIERKV_EXTRA_INDEX_URL")
+RESERVED_VARIABLES = (
+    "TIERKV_CONFIG",
+    "TIERKV_ENDPOINT",
+    "TIERKV_VENV",
+    "TIERKV_PYTHON",
+    "TIERKV_EXTRA_INDEX_URL",
+    "TIERKV_CACHE",
+)
 """Variables of ours that are no settings. Names that begin with TIERKV_TEST_ are left to the test runs."""
 
 
