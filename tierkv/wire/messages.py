@@ -387,6 +387,8 @@ class TierUsage(msgspec.Struct, frozen=True):
 
 
 class UsageReply(Reply, frozen=True, kw_only=True, tag=True):
+    """One row a group, the tiers from the fastest on."""
+
     rows: tuple[UsageRow, ...]
     tiers: tuple[TierUsage, ...]
 
@@ -398,6 +400,8 @@ class Usage(Request, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
+    """One process of the node. `last_heard_seconds` ago it gave a sign of life."""
+
     name: str
     pid: int
     state: str
@@ -461,6 +465,8 @@ class Warmup(Request, frozen=True, kw_only=True, tag=True):
 
 
 class DamagedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A file below the data directory, and what is wrong with it."""
+
     path: str
     reason: str
 

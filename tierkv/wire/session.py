@@ -51,7 +51,7 @@ class SessionGrant(SessionMessage, frozen=True, kw_only=True, tag=True):
 
 
 class SessionRefused(SessionMessage, frozen=True, kw_only=True, tag=True):
-    """`code` is an ErrorCode: PROTOCOL_VERSION, SHUTTING_DOWN, MALFORMED."""
+    """`code` is an ErrorCode (protocol_version, shutting_down, malformed), wrong_user or too_many_sessions."""
 
     code: str
     problem: str

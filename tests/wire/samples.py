@@ -1,0 +1,267 @@
+"""One message of each type, with every field set: what the golden frames hold.
+
+A new type gets its frame by `python -m tests.wire.samples`, which never touches one that exists: those are what older
+nodes and clients send, and must be readable for ever.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierkv.core.identity import Identity, Layout, Parallel
+from tierkv.core.instructions import ManifestEntry
+from tierkv.wire.frames import encode
+from tierkv.wire.messages import (
+    Abort,
+    Acquire,
+    AcquireReply,
+    Commit,
+    CommitReply,
+    DamagedEntry,
+    Done,
+    Error,
+    ErrorCode,
+    Hello,
+    HelloReply,
+    Holder,
+    LeasePart,
+    Match,
+    MatchReply,
+    NotReady,
+    OpenGroup,
+    OpenGroupReply,
+    Release,
+    Reply,
+    ReportBad,
+    Request,
+    Reserve,
+    ReserveReply,
+    Seal,
+    SealReply,
+    SealWait,
+    Status,
+    StatusReply,
+    TierUsage,
+    Usage,
+    UsageReply,
+    UsageRow,
+    Verify,
+    VerifyReply,
+    Warmup,
+    WarmupReply,
+    WorkerStatus,
+)
+from tierkv.wire.session import (
+    AnySessionMessage,
+    Detach,
+    IncarnationEnded,
+    SessionGrant,
+    SessionHello,
+    SessionRefused,
+    encode_packet,
+)
+
+GOLDEN = Path(__file__).with_name("golden")
+
+_GROUP = bytes(range(32))
+_KEYS = bytes(range(64))
+_TOKEN = b"session-token-16"
+_GRANT = b"grant-id-16bytes"
+_TWO_NUMBERS = (4096).to_bytes(8, "little") + (8192).to_bytes(8, "little")
+
+_IDENTITY = Identity(
+    weights="11" * 32,
+    config="22" * 32,
+    layout=Layout(
+        dtype="bfloat16",
+        block_bytes=(73728, 73728),
+        axes="layer,kv,head,token,dim",
+        block_tokens=16,
+        engine="transformers",
+        codec="",
+    ),
+    adapter="33" * 32,
+    parallel=Parallel(tensor=2, pipeline=1, context=1, shards=2),
+    salt="tenant",
+    epoch="",
+)
+
+_TIER = TierUsage(
+    tier="nvme",
+    capacity_bytes=2**30,
+    used_bytes=2**20,
+    reserved_bytes=4096,
+    overhead_bytes=8192,
+    index_bytes=4096,
+    quarantined_bytes=4096,
+    quarantined_files=1,
+    state="degraded",
+    reason="read_only",
+)
+
+REQUESTS: tuple[Request, ...] = (
+    Hello(id=1, session=_TOKEN, deadline_ms=250, protocol=1, client="engine"),
+    OpenGroup(
+        id=2,
+        session=_TOKEN,
+        identity=_IDENTITY,
+        block_bytes=147456,
+        model_name="SmolLM2-135M",
+        adapter_name="poet",
+        manifest=(ManifestEntry("model.safetensors", 269060552, "44" * 32),),
+        persistent=False,
+    ),
+    Match(id=3, session=_TOKEN, group=_GROUP, keys=_KEYS),
+    Acquire(
+        id=4,
+        session=_TOKEN,
+        deadline_ms=400,
+        grant=_GRANT,
+        group=_GROUP,
+        keys=_KEYS,
+        max_blocks=2,
+        holders=(Holder(1, _TOKEN),),
+        revocable=True,
+    ),
+    Release(id=5, session=_TOKEN, grant=_GRANT, rank=1),
+    ReportBad(id=6, session=_TOKEN, group=_GROUP, keys=_KEYS, first_bad=1),
+    Reserve(
+        id=7,
+        session=_TOKEN,
+        grant=_GRANT,
+        group=_GROUP,
+        rank=1,
+        keys=_KEYS,
+        first=1,
+        tokens=bytes(64),
+        extras={1: [b"image"]},
+        holder=_TOKEN,
+    ),
+    Commit(id=8, session=_TOKEN, grant=_GRANT),
+    Abort(id=9, session=_TOKEN, grant=_GRANT),
+    Seal(id=10, session=_TOKEN, group=_GROUP, keys=_KEYS, wait=SealWait.FLUSHED),
+    Usage(id=11, session=_TOKEN),
+    Status(id=12, session=_TOKEN),
+    Warmup(id=13, session=_TOKEN, job=_GRANT, budget_bytes=2**30, fingerprint="11" * 32, cancel=True),
+    Verify(id=14, session=_TOKEN, job=_GRANT, repair=True, cancel=True),
+)
+
+REPLIES: tuple[Reply, ...] = (
+    Error(id=1, code=ErrorCode.INVALID, problem="Expected `bytes` of length <= 32", field="keys"),
+    NotReady(id=2, stage="headers", done=3, total=7),
+    Done(id=3),
+    HelloReply(id=4, protocol=1, incarnation=5, version="0.1.0", data_dir="/data", host_bytes=2**32),
+    OpenGroupReply(id=5, group=_GROUP, persistent=False, reason="weights changed"),
+    MatchReply(id=6, blocks=5, host_blocks=3),
+    AcquireReply(
+        id=7,
+        blocks=2,
+        nvme_blocks=1,
+        cached_blocks=5,
+        parts=(LeasePart(0, _TWO_NUMBERS, _TWO_NUMBERS),),
+        reason="deadline",
+    ),
+    ReserveReply(
+        id=8, states=b"\x00\x01\x02\x03\x00", offsets=_TWO_NUMBERS, generations=_TWO_NUMBERS, reason="no_room"
+    ),
+    CommitReply(id=9, visible=3, staged=1),
+    SealReply(id=10, blocks=4, flushed_blocks=2, reason="nvme_degraded"),
+    UsageReply(
+        id=11,
+        rows=(
+            UsageRow(
+                fingerprint="11" * 32,
+                group=_GROUP,
+                model_name="SmolLM2-135M",
+                adapter="33" * 32,
+                adapter_name="poet",
+                salt="0123abcd",
+                dtype="bfloat16",
+                layout="transformers",
+                block_tokens=16,
+                block_bytes=147456,
+                ranks=2,
+                extents=7,
+                tokens=784,
+                host_bytes=2**22,
+                nvme_bytes=2**23,
+                last_used=1_700_000_000.5,
+                persistent=True,
+                reachable=True,
+            ),
+        ),
+        tiers=(_TIER,),
+    ),
+    StatusReply(
+        id=12,
+        state="degraded",
+        problems=("nvme: read_only",),
+        version="0.1.0",
+        incarnation=5,
+        uptime_seconds=12.5,
+        data_dir="/data",
+        recovery_stage="headers",
+        recovery_done=3,
+        recovery_total=7,
+        sessions=1,
+        leases=2,
+        tickets=3,
+        extents=4,
+        dirty_extents=5,
+        counters={"hits": 6.0},
+        tiers=(_TIER,),
+        workers=(
+            WorkerStatus(
+                name="storage", pid=42, state="running", restarts=1, last_heard_seconds=0.25, problem="restarted"
+            ),
+        ),
+    ),
+    WarmupReply(
+        id=13,
+        done_extents=1,
+        total_extents=2,
+        promoted_bytes=3,
+        already_bytes=4,
+        budget_bytes=5,
+        finished=True,
+        failed_extents=6,
+        reason="no_room",
+    ),
+    VerifyReply(
+        id=14,
+        checked_files=1,
+        total_files=2,
+        checked_bytes=3,
+        damaged_files=4,
+        damaged=(DamagedEntry("models/x.kv", "checksum"),),
+        finished=True,
+    ),
+)
+
+PACKETS: tuple[AnySessionMessage, ...] = (
+    SessionHello(protocol=1, client="engine", maps_arena=False),
+    SessionGrant(
+        token=_TOKEN,
+        incarnation=5,
+        endpoint="ipc:///run/tierkv/node.sock",
+        arena_bytes=2**32,
+        page_bytes=4096,
+        data_dir="/data",
+    ),
+    SessionRefused(code="protocol_version", problem="this node speaks protocol 1"),
+    Detach(incarnation=5),
+    IncarnationEnded(incarnation=5),
+)
+
+
+def golden_path(message: object) -> Path:
+    return GOLDEN / f"{type(message).__name__}.bin"
+
+
+if __name__ == "__main__":
+    for message in (*REQUESTS, *REPLIES):
+        if not golden_path(message).exists():
+            golden_path(message).write_bytes(encode(message))
+    for packet in PACKETS:
+        if not golden_path(packet).exists():
+            golden_path(packet).write_bytes(encode_packet(packet))
