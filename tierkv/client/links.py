@@ -10,6 +10,7 @@ isn't queued), and no message lingers.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ HIGH_WATER_MARK = 64
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 250
 
 
-def configure(dealer: zmq.Socket[bytes], session: Session) -> None:
+def configure(dealer: zmq.Socket[Any], session: Session) -> None:
     """What blocking and asyncio sockets have in common. ZeroMQ picks a routing id that is unique on the node."""
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, 1)
@@ -46,13 +47,14 @@ def configure(dealer: zmq.Socket[bytes], session: Session) -> None:
 
 
 class Link:
-    """One DEALER under one session."""
+    """One DEALER under one session. Owns it and `descriptor`, a duplicate of the session's, until `close`."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], session: Session, descriptor: int, state: ClientState
     ) -> None:
         self.session = session
         self._state = state
+        self._descriptor = descriptor
         self._dealer = context.socket(zmq.DEALER)
         configure(self._dealer, session)
         self._replies = zmq.Poller()
@@ -70,21 +72,21 @@ class Link:
             if not self._wait(self._room, until):
                 return self._silence()
             self.send_doubts()
-        while True:
+        while self._wait(self._replies, until):
             reply = self._receive()
             if reply is None:
-                if not self._wait(self._replies, until):
-                    return self._silence()
-            elif _id_of(reply) == request.id:
+                continue
+            if id_of(reply) == request.id:
                 return reply
-            else:
-                self._state.note_other(_id_of(reply), readable=not isinstance(reply, Malformed))
+            self._state.note_other(id_of(reply), readable=not isinstance(reply, Malformed))
+        return self._silence()
 
     def send_doubts(self) -> None:
         self._state.send_doubts(self.session, lambda ending: self._send(encode(ending)))
 
     def close(self) -> None:
         self._dealer.close()
+        os.close(self._descriptor)
 
     def _send(self, frame: bytes) -> bool:
         try:
@@ -125,9 +127,8 @@ class LinkPool:
 
     def take(self, session: Session) -> Link | None:
         """None when the session is over, or the pool closed: nothing can be asked under it any more."""
-        descriptor = session.fileno()
         with self._lock:
-            if self._closed or session.over or descriptor < 0:
+            if self._closed or session.over:
                 return None
             while self._free:
                 link = self._free.pop()
@@ -135,6 +136,9 @@ class LinkPool:
                     self._in_use += 1
                     return link
                 link.close()
+            descriptor = session.duplicate()
+            if descriptor is None:
+                return None
             if self._context is None:
                 self._context = zmq.Context()
             link = Link(self._context, session, descriptor, self._state)
@@ -194,5 +198,5 @@ def drive(state: ClientState, pool: LinkPool, verb: Verb[T]) -> T:
             pool.give_back(link)
 
 
-def _id_of(reply: AnyReply | Malformed) -> int:
+def id_of(reply: AnyReply | Malformed) -> int:
     return reply.error.id if isinstance(reply, Malformed) else reply.id

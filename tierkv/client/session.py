@@ -33,6 +33,12 @@ from tierkv.wire.session import (
     encode_packet,
 )
 
+_REFUSALS: dict[str, Reason] = {
+    ErrorCode.SHUTTING_DOWN: Reason.SHUTDOWN,
+    ErrorCode.PROTOCOL_VERSION: Reason.WIRE_ERROR,
+    ErrorCode.MALFORMED: Reason.WIRE_ERROR,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -59,8 +65,12 @@ class Session:
         self._connection = connection
         self._looking = threading.Lock()
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
+    def duplicate(self) -> int | None:
+        """A descriptor of the session socket to wait on, the caller's to close; None when the session is finished.
+        Whoever waits needs its own: the number of ours may belong to another file by the time it wakes up."""
+        with self._looking:
+            number = self._connection.fileno()
+            return None if self.over or number < 0 else os.dup(number)
 
     def look(self) -> None:
         """Read what the supervisor has sent, without waiting."""
@@ -73,22 +83,27 @@ class Session:
                 except OSError:
                     packet = b""
                 if not packet or _ends(packet, self.incarnation):
-                    self.end()
+                    self._shut()
 
     def end(self) -> None:
         """From now on `over`. The reading half is shut, so that everyone who waits on the socket wakes up."""
-        self.over = True
-        with suppress(OSError):  # the other side has closed it already
-            self._connection.shutdown(socket.SHUT_RD)
+        with self._looking:
+            self._shut()
 
     def finish(self) -> bool:
         """Unmap, say Detach, close. False while views of the arena are left: call again later."""
         if self.arena is not None and not self.arena.close():
             return False
-        with suppress(OSError):  # nobody is there to be told, or the end of our process will tell it
-            self._connection.send(encode_packet(Detach(incarnation=self.incarnation)), socket.MSG_DONTWAIT)
-        self._connection.close()
+        with self._looking:
+            with suppress(OSError):  # nobody is there to be told, or the end of our process will tell it
+                self._connection.send(encode_packet(Detach(incarnation=self.incarnation)), socket.MSG_DONTWAIT)
+            self._connection.close()
         return True
+
+    def _shut(self) -> None:
+        self.over = True
+        with suppress(OSError):  # the other side has closed it already
+            self._connection.shutdown(socket.SHUT_RD)
 
 
 def open_session(socket_dir: Path, *, client: str, maps_arena: bool, until: float) -> Session | Refusal:
@@ -128,8 +143,7 @@ def _accept(connection: socket.socket, packet: bytes, descriptors: list[int], ma
         raise ConnectionResetError("closed before it answered")
     answer = decode_packet(packet)
     if isinstance(answer, SessionRefused):
-        reason = Reason.SHUTDOWN if answer.code == ErrorCode.SHUTTING_DOWN else Reason.WIRE_ERROR
-        return Refusal(reason, f"{answer.code}: {answer.problem}")
+        return Refusal(_REFUSALS.get(answer.code, Reason.NODE_AWAY), f"{answer.code}: {answer.problem}")
     if not isinstance(answer, SessionGrant):
         raise WireError(ErrorCode.MALFORMED, f"{type(answer).__name__} is no answer to SessionHello")
     if not maps_arena:

@@ -1,0 +1,365 @@
+"""The client for asyncio: the verbs of the blocking one, awaited. One client belongs to one event loop.
+
+    async with await connect(data_dir="/var/lib/tierkv") as client:
+        group = await client.open(identity)
+        async with group.acquire(tokens) as lease:
+            valid = await lease.copy_into(destination)
+        async with group.reserve(tokens, first_block=valid) as ticket:
+            await ticket.copy_from(source)
+            await ticket.commit()
+
+Copies that would hold up the loop run in a thread. A task that is cancelled during one is cancelled when the copy has
+ended: until then its slots must not be given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from tierkv.client.aio_links import AsyncLinks
+from tierkv.client.answers import Committed, Counters, Match, Sealed
+from tierkv.client.blocking import DEFAULT_TIMEOUT_SECONDS, make_state
+from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
+from tierkv.client.groups import GroupCore, GroupRecord, declare
+from tierkv.client.operators import (
+    PROGRESS_SECONDS,
+    cancel_job,
+    new_job,
+    status,
+    usage,
+    verify_step,
+    warmup_step,
+)
+from tierkv.client.prompt import Extras, TokenIds
+from tierkv.client.state import ClientState
+from tierkv.client.steps import Verb
+from tierkv.client.verbs import Verbs
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import ManifestEntry
+from tierkv.core.reasons import Reason
+from tierkv.wire.messages import Holder, LeasePart, StatusReply, UsageReply, Verify, VerifyReply, Warmup, WarmupReply
+
+T = TypeVar("T")
+
+THREAD_BYTES = 2**20
+"""A copy of fewer bytes takes less time than handing it to a thread would."""
+
+
+async def connect(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    name: str = "",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Client:
+    """As `tierkv.client.connect`: fails open, raises ConfigError for nonsense."""
+    client = Client(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=True))
+    await client.is_connected()
+    return client
+
+
+def connect_operator(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    name: str = "",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Operator:
+    """As `tierkv.client.connect_operator`."""
+    return Operator(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=False))
+
+
+class Closeable(Protocol):
+    async def _close(self) -> None: ...
+
+
+G = TypeVar("G", bound=Closeable)
+
+
+class Opening(Generic[G]):
+    """A lease or ticket to come: `async with` it, or `await` it and end it yourself."""
+
+    def __init__(self, coming: Coroutine[Any, Any, G]) -> None:
+        self._coming = coming
+        self._opened: G | None = None
+
+    def __await__(self) -> Generator[Any, None, G]:
+        return self._coming.__await__()
+
+    async def __aenter__(self) -> G:
+        self._opened = await self._coming
+        return self._opened
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._opened is not None:
+            await self._opened._close()
+
+
+class Operator:
+    """The verbs of an operator."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+        self._verbs = Verbs(state)
+        self._links = AsyncLinks(state)
+
+    async def status(self) -> StatusReply:
+        return await self._run(status(self._verbs))
+
+    async def usage(self) -> UsageReply:
+        return await self._run(usage(self._verbs))
+
+    def warmup(
+        self, *, budget_bytes: int = 0, fingerprint: str = "", job: bytes | None = None
+    ) -> AsyncIterator[WarmupReply]:
+        chosen = job or new_job()
+        return self._progress(lambda: warmup_step(self._verbs, chosen, budget_bytes, fingerprint), Warmup, chosen)
+
+    def verify(self, *, repair: bool = False, job: bytes | None = None) -> AsyncIterator[VerifyReply]:
+        chosen = job or new_job()
+        return self._progress(lambda: verify_step(self._verbs, chosen, repair), Verify, chosen)
+
+    async def is_connected(self) -> bool:
+        return await self._run(self._verbs.connect()) is None
+
+    @property
+    def problem(self) -> str:
+        return self._state.problem
+
+    @property
+    def counters(self) -> Counters:
+        return self._state.counters()
+
+    @property
+    def endpoint(self) -> str:
+        return str(self._state.socket_dir)
+
+    async def close(self) -> None:
+        """Ends the reader and awaits it. Twice is fine; what is under way ends as a miss."""
+        self._state.close()
+        await self._links.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _progress(
+        self, step: Callable[[], Verb[Any]], kind: type[Warmup] | type[Verify], job: bytes
+    ) -> AsyncIterator[Any]:
+        finished = False
+        try:
+            while True:
+                progress = await self._run(step())
+                finished = progress.finished
+                yield progress
+                if finished:
+                    return
+                await asyncio.sleep(PROGRESS_SECONDS)
+        finally:
+            if not finished:
+                await self._run(cancel_job(self._verbs, kind, job))
+
+    async def _run(self, verb: Verb[T]) -> T:
+        return await self._links.drive(verb)
+
+
+class Client(Operator):
+    """An engine's way to its node."""
+
+    async def open(
+        self,
+        identity: Identity,
+        *,
+        rank: int = 0,
+        model_name: str = "",
+        adapter_name: str = "",
+        manifest: Sequence[ManifestEntry] = (),
+        block_bytes: int | None = None,
+        persistent: bool = True,
+    ) -> Group:
+        """As the blocking `Client.open`."""
+        record = declare(
+            identity,
+            rank=rank,
+            model_name=model_name,
+            adapter_name=adapter_name,
+            manifest=tuple(manifest),
+            block_bytes=block_bytes,
+            persistent=persistent,
+        )
+        await self._run(self._verbs.open_group(record))
+        return Group(record, self)
+
+    async def session_token(self) -> bytes:
+        return await self._run(self._verbs.session_token())
+
+
+class Group(GroupCore):
+    """As the blocking `Group`."""
+
+    def __init__(self, record: GroupRecord, client: Client) -> None:
+        super().__init__(record)
+        self._client = client
+        self._verbs = client._verbs
+
+    async def match(self, tokens: TokenIds | None = None, *, keys: bytes | None = None) -> Match:
+        packed = self._record.resolve_keys(tokens, keys)
+        return await self._client._run(self._verbs.match(self._record, packed))
+
+    def acquire(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: bytes | None = None,
+        deadline_seconds: float = 1.0,
+        max_blocks: int | None = None,
+        holders: tuple[Holder, ...] = (),
+        revocable: bool = False,
+    ) -> Opening[Lease]:
+        async def ask() -> Lease:
+            verb = self._verbs.acquire(
+                self._record,
+                self._record.resolve_keys(tokens, keys),
+                deadline_seconds=deadline_seconds,
+                max_blocks=max_blocks,
+                holders=holders,
+                revocable=revocable,
+            )
+            return Lease(await self._client._run(verb), self._client)
+
+        return Opening(ask())
+
+    def hold(self, grant: bytes, token: bytes, part: LeasePart) -> Lease:
+        self._client._state.begin_call()
+        return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
+
+    async def report_bad(self, keys: bytes, first_bad: int) -> Reason | None:
+        return await self._client._run(self._verbs.report_bad(self._record, keys, first_bad))
+
+    def reserve(
+        self,
+        tokens: TokenIds,
+        *,
+        first_block: int = 0,
+        keys: bytes | None = None,
+        extras: Extras | None = None,
+        deadline_seconds: float = 1.0,
+    ) -> Opening[Ticket]:
+        async def ask() -> Ticket:
+            verb = self._verbs.reserve(
+                self._record,
+                tokens,
+                first_block=first_block,
+                keys=keys,
+                extras=extras,
+                deadline_seconds=deadline_seconds,
+            )
+            return Ticket(await self._client._run(verb), self._client)
+
+        return Opening(ask())
+
+    async def seal(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: bytes | None = None,
+        wait: str = "sealed",
+        deadline_seconds: float = 1.0,
+    ) -> Sealed:
+        packed = self._record.resolve_keys(tokens, keys)
+        return await self._client._run(self._verbs.seal(self._record, packed, wait, deadline_seconds))
+
+
+class Lease(LeaseCore):
+    """As the blocking `Lease`."""
+
+    def __init__(self, facts: LeaseFacts, client: Client) -> None:
+        super().__init__(facts)
+        self._client = client
+
+    async def copy_into(self, destination: Any) -> int:
+        num_bytes = self.blocks * self._facts.group.block_bytes
+        valid = await _copy(lambda: self._copy_into(destination), num_bytes)
+        if valid < self.blocks:
+            self._client._state.count(Reason.REVOKED)
+        return valid
+
+    async def release(self) -> None:
+        facts = self._end()
+        if facts is not None:
+            await self._client._run(self._client._verbs.release(facts))
+
+    async def _close(self) -> None:
+        await self.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()
+
+
+class Ticket(TicketCore):
+    """As the blocking `Ticket`."""
+
+    def __init__(self, facts: TicketFacts, client: Client) -> None:
+        super().__init__(facts)
+        self._client = client
+
+    async def copy_from(self, source: Any) -> None:
+        await _copy(lambda: self._copy_from(source), len(self._facts.granted) * self._facts.group.block_bytes)
+
+    async def commit(self) -> Committed:
+        self._require_written()
+        facts = self._end()
+        if facts is None:
+            return Committed(visible=0, staged=0, reason=self.reason)
+        return await self._client._run(self._client._verbs.commit(facts))
+
+    async def abort(self) -> None:
+        facts = self._end()
+        if facts is not None:
+            await self._client._run(self._client._verbs.abort(facts))
+
+    async def _close(self) -> None:
+        await self.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.abort()
+
+
+async def _copy(copy: Callable[[], T], num_bytes: int) -> T:
+    if num_bytes < THREAD_BYTES:
+        return copy()
+    job = asyncio.ensure_future(asyncio.to_thread(copy))
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await _outlast(job)
+        raise
+
+
+async def _outlast(job: asyncio.Future[Any]) -> None:
+    """Wait for a copy to end, whoever cancels us meanwhile: a thread can't be stopped, and its bytes are in use."""
+    while not job.done():
+        try:
+            await asyncio.wait([job])
+        except asyncio.CancelledError:
+            continue

@@ -1,0 +1,169 @@
+"""The asyncio client's ZeroMQ socket: one DEALER a session, and one task that reads it and wakes who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from tierkv.client.links import configure, id_of
+from tierkv.client.session import Session
+from tierkv.client.state import ClientState
+from tierkv.client.steps import Ask, Connect, Silence, Step, Verb
+from tierkv.core.reasons import Reason
+from tierkv.wire.frames import Malformed, decode_reply, encode
+from tierkv.wire.messages import AnyReply, Request
+
+T = TypeVar("T")
+
+Outcome = AnyReply | Malformed | Silence
+
+
+class AsyncLink:
+    """Owns its socket, its reader and `descriptor` (a duplicate of the session's), until `close` has been awaited."""
+
+    def __init__(self, context: zmq.asyncio.Context, session: Session, descriptor: int, state: ClientState) -> None:
+        self.session = session
+        self._state = state
+        self._descriptor = descriptor
+        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._dealer: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        configure(self._dealer, session)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(descriptor, self._look)
+        self._reader = self._loop.create_task(self._read(), name="tierkv client reader")
+
+    async def exchange(self, request: Request, until: float) -> Outcome:
+        self.send_doubts()
+        reply: asyncio.Future[Outcome] = self._loop.create_future()
+        self._waiting[request.id] = reply
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self._send(encode(request), reply)
+                return await reply
+        except TimeoutError:
+            return self._silence()
+        finally:
+            del self._waiting[request.id]
+
+    def send_doubts(self) -> None:
+        def send(ending: Request) -> bool:
+            sent: asyncio.Future[Any] = asyncio.ensure_future(self._dealer.send(encode(ending), zmq.NOBLOCK))
+            return sent.done() and sent.exception() is None
+
+        if not self._dealer.closed:
+            self._state.send_doubts(self.session, send)
+
+    async def close(self) -> None:
+        self._wake_all()
+        self._loop.remove_reader(self._descriptor)
+        self._reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._reader
+        self._dealer.close()
+        os.close(self._descriptor)
+
+    async def _send(self, frame: bytes, reply: asyncio.Future[Outcome]) -> None:
+        """Sent, or the session turned out to be over while there was no connection to send to."""
+        if self.session.over:
+            self._wake_all()
+            return
+        # `send` gives a future already, but does not say so.
+        sent: asyncio.Future[Any] = asyncio.ensure_future(self._dealer.send(frame))
+        if not sent.done():
+            try:
+                await asyncio.wait((sent, reply), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                sent.cancel()
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                frames = await self._dealer.recv_multipart()
+                self._take(decode_reply(frames[0] if len(frames) == 1 else b""))
+        finally:
+            self._wake_all()
+
+    def _take(self, reply: AnyReply | Malformed) -> None:
+        waiting = self._waiting.get(id_of(reply))
+        if waiting is None or waiting.done():
+            self._state.note_other(id_of(reply), readable=not isinstance(reply, Malformed))
+        else:
+            waiting.set_result(reply)
+
+    def _look(self) -> None:
+        self.session.look()
+        if self.session.over:
+            self._loop.remove_reader(self._descriptor)
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(Silence(Reason.NODE_AWAY))
+
+    def _silence(self) -> Silence:
+        return Silence(Reason.NODE_AWAY if self.session.over else Reason.DEADLINE)
+
+
+class AsyncLinks:
+    """The link in use. The one before it is closed by the call that found its session over."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+        self._closed = False
+        self._link: AsyncLink | None = None
+        self._context: zmq.asyncio.Context | None = None
+
+    async def drive(self, verb: Verb[T]) -> T:
+        """Run a verb to its end. However it ends, cancelled too, it gets to say what is in doubt."""
+        self._state.begin_call()
+        try:
+            step = next(verb)
+            while True:
+                step = verb.send(await self._perform(step))
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        finally:
+            verb.close()
+            if self._link is not None:
+                self._link.send_doubts()
+
+    async def close(self) -> None:
+        self._closed = True
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+        if self._context is not None:
+            self._context.term()  # returns at once: its only socket is closed, and nothing lingers
+            self._context = None
+
+    async def _perform(self, step: Step) -> Any:
+        if isinstance(step, Connect):
+            return await asyncio.to_thread(self._state.connect, step.until)
+        link = await self._link_of(step)
+        return Silence(Reason.NODE_AWAY) if link is None else await link.exchange(step.request, step.until)
+
+    async def _link_of(self, step: Ask) -> AsyncLink | None:
+        """None when the session is over or the client closed: nothing can be asked under it any more."""
+        session = step.session
+        if self._closed or session.over:
+            return None
+        before = self._link
+        if before is not None and before.session is session:
+            return before
+        descriptor = session.duplicate()
+        if descriptor is None:
+            return None
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        link = self._link = AsyncLink(self._context, session, descriptor, self._state)
+        if before is not None:
+            await before.close()
+        return link
