@@ -697,11 +697,6 @@ class Cascade:
 
     # ---- for the audit
 
-    @property
-    def is_settled(self) -> bool:
-        """Overhead may have grown past what can be evicted at once; then writes wait."""
-        return self._nvme_free() >= 0 or not self._write_queue
-
     def slots_being_read(self) -> Iterator[tuple[int, str]]:
         for op in self._ops.values():
             if isinstance(op, _ReadOp):

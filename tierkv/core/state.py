@@ -10,6 +10,7 @@ its answer follows as a notice: perhaps among the effects of the same call, at i
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import replace
 
 from tierkv.core import audit, warmup
 from tierkv.core.cascade import Cascade
@@ -275,6 +276,13 @@ class CacheState:
         self._ledger.pool.limit_bytes = num_bytes
         return self._effects_after(now)
 
+    def nvme_limit(self, num_bytes: int, now: float) -> list[Effect]:
+        """How much NVMe may hold in all: other data on its file system takes from that, and gives it back."""
+        self._ledger.limits = replace(self._ledger.limits, nvme_bytes=num_bytes)
+        self._cascade.shrink(now)
+        self._cascade.pump(now)
+        return self._effects_after(now)
+
     # ---- operators
 
     def start_warmup(self, job: bytes, budget_bytes: int, fingerprint: str, now: float) -> list[Effect]:
@@ -397,12 +405,14 @@ class CacheState:
     def _effects_after(self, now: float) -> list[Effect]:
         """Answer what the event made due: leases and seals that waited for it, warm-ups that can go on."""
         cascade = self._cascade
+        cascade.shrink(now)  # what was held a moment ago may be what must go
         while cascade.progressed:
             changed = set(cascade.progressed)
             cascade.progressed.clear()
             self._leases.settle_changed(changed, now)
             cascade.read_problems.clear()
             self._seals.settle(now)
+            cascade.shrink(now)
         for job in self._warmups.values():
             if not job.finished:
                 warmup.advance(job, self._ledger, cascade, now)
