@@ -172,7 +172,8 @@ class RecoveryProgress(Report, frozen=True, tag=True):
 
 
 class Recovered(Report, frozen=True, tag=True):
-    """Recovery is over: every row has been sent. Counts for the log, `status` and metrics."""
+    """Recovery is over: every row has been sent. Counts for the log, `status` and metrics. `unreadable` entries were
+    skipped because of an error that may pass."""
 
     seconds: float
     extents: int
@@ -183,6 +184,7 @@ class Recovered(Report, frozen=True, tag=True):
     unknown_format: int
     temp_removed: int
     index_rebuilt: bool
+    unreadable: int = 0
 
 
 class WriteDone(Report, frozen=True, tag=True):

@@ -1,0 +1,357 @@
+"""The start: what is on disk, told to the core as rows, with as few headers read as the index allows.
+
+    clear tmp/ -> for each group whose identity.json is right: for each folder of its extents:
+        a row whose stamp is the file's                 sent as it is
+        a file without one                              its header is read, by several processes where there are many
+        a row without a file                            dropped
+    -> damaged files to quarantine -> the index put right
+
+The lock is held. Times in the future are taken for now. What is not ours is left and counted; an entry that can't be
+read is skipped and counted, its row kept; a file that vanishes meanwhile is no error. Payload is not verified here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tierkv.core.instructions import ExtentRow, GroupFound, Recovered, RecoveryProgress, Report, Rows
+from tierkv.core.keys import KEY_BYTES
+from tierkv.core.reasons import Reason
+from tierkv.errors import StorageError
+from tierkv.storage.catalog import Catalog, Change, DropRow, IndexFailed, PutRow
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.header_pool import FILES_OF_A_JOB, HeaderPool
+from tierkv.storage.header_reader import Finding, HeaderJob, Outcome, Unusable, Usable
+from tierkv.storage.index_row import IndexedFile, Namespace
+from tierkv.storage.namespace import read_identity
+from tierkv.storage.quarantine import Quarantine
+from tierkv.storage.system_calls import call
+from tierkv.storage.walk import (
+    GroupFolder,
+    Strays,
+    count_foreign_in_root,
+    find_groups,
+    find_namespaces,
+    find_shelves,
+    key_of,
+    list_extents,
+)
+
+log = logging.getLogger(__name__)
+
+ROWS_OF_A_REPORT = 2_000
+KEY_BYTES_OF_A_REPORT = 2**20  # what bounds a report of long extents
+CHANGES_OF_A_COMMIT = 5_000
+PROGRESS_SECONDS = 0.25
+
+Emit = Callable[[Report], None]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows of one namespace that are still to be sent."""
+
+    rows: list[ExtentRow] = field(default_factory=list)
+    key_bytes: int = 0
+
+
+def recover(
+    directory: DataDirectory,
+    catalog: Catalog,
+    quarantine: Quarantine,
+    *,
+    emit: Emit,
+    now: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Recovered:
+    """Walk the data directory. `emit` gets GroupFound before a group's Rows, Rows in batches, and RecoveryProgress
+    every quarter of a second; the result is for the caller to send when it is ready to serve. `now` is in seconds since
+    1970."""
+    recovery = _Recovery(directory, catalog, quarantine, emit, now, clock)
+    return recovery.run()
+
+
+def clear_temp(directory: DataDirectory) -> Recovered:
+    """The start of a worker whose front knows the extents already: only what a dead writer left is removed."""
+    started = time.monotonic()
+    counts = _Counts()
+    _clear_temp(directory, counts, Strays())
+    return counts.report(time.monotonic() - started, index_rebuilt=False)
+
+
+@dataclass(slots=True)
+class _Counts:
+    extents: int = 0
+    index_rows: int = 0
+    headers_read: int = 0
+    quarantined: int = 0
+    foreign: int = 0
+    unknown_format: int = 0
+    unreadable: int = 0
+    temp_removed: int = 0
+
+    def report(self, seconds: float, *, index_rebuilt: bool) -> Recovered:
+        return Recovered(
+            seconds=seconds,
+            extents=self.extents,
+            index_rows=self.index_rows,
+            headers_read=self.headers_read,
+            quarantined=self.quarantined,
+            foreign=self.foreign,
+            unknown_format=self.unknown_format,
+            unreadable=self.unreadable,
+            temp_removed=self.temp_removed,
+            index_rebuilt=index_rebuilt,
+        )
+
+
+def _clear_temp(directory: DataDirectory, counts: _Counts, strays: Strays) -> None:
+    try:
+        cleared = directory.clear_temp()
+    except StorageError as error:  # room that stays taken is no reason not to serve what is there
+        strays.note(error, ("tmp",))
+        return
+    counts.temp_removed += cleared.files
+    counts.foreign += cleared.foreign
+
+
+class _Recovery:
+    def __init__(
+        self,
+        directory: DataDirectory,
+        catalog: Catalog,
+        quarantine: Quarantine,
+        emit: Emit,
+        now: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._directory = directory
+        self._catalog = catalog
+        self._quarantine = quarantine
+        self._emit = emit
+        self._now = now
+        self._clock = clock
+        self._counts = _Counts()
+        self._strays = Strays()
+        self._batches: dict[Namespace, _Batch] = {}
+        self._changes: list[Change] = []
+        self._seen: set[Namespace] = set()
+        self._headers_wanted = 0
+        self._expected = 0
+        self._told = clock()
+
+    def run(self) -> Recovered:
+        started = self._clock()
+        _clear_temp(self._directory, self._counts, self._strays)
+        count_foreign_in_root(self._directory, self._strays)
+        indexed = self._catalog.count()
+        self._expected = indexed if isinstance(indexed, int) else 0
+        with HeaderPool(self._directory) as pool:
+            for folder in find_groups(self._directory, self._strays):
+                self._walk_group(folder, pool)
+            self._drop_vanished_namespaces()
+            self._catalog.finish_opening()
+            while not pool.is_idle:
+                self._take_findings(pool, PROGRESS_SECONDS)
+        for namespace in list(self._batches):
+            self._send_rows(namespace)
+        self._commit()
+        self._log_strays()
+        return self._counts.report(self._clock() - started, index_rebuilt=self._catalog.is_rebuilt)
+
+    # ---------------------------------------------------------------- the walk
+
+    def _walk_group(self, folder: GroupFolder, pool: HeaderPool) -> None:
+        namespaces = find_namespaces(self._directory, folder, self._strays)
+        self._seen.update(namespaces)
+        try:
+            words = read_identity(self._directory, folder.fingerprint, folder.group)
+        except StorageError as error:
+            self._strays.note(error, namespaces[0].parts if namespaces else (folder.fingerprint, folder.group.hex()))
+            return
+        if words is None:
+            self._counts.foreign += 1
+            log.warning("group %s: no identity.json that belongs to it, so it is left alone", folder.group.hex())
+            return
+        self._emit(GroupFound(folder.group, words.identity, words.model_name))
+        for namespace in namespaces:
+            self._walk_namespace(namespace, pool)
+
+    def _walk_namespace(self, namespace: Namespace, pool: HeaderPool) -> None:
+        prefix = namespace.pack()
+        shelves = set(find_shelves(self._directory, namespace, self._strays))
+        for number in range(256):
+            shelf = f"{number:02x}"
+            rows = self._catalog.read(prefix + bytes([number]))
+            known = {} if isinstance(rows, IndexFailed) else rows
+            if shelf in shelves:
+                self._walk_shelf(namespace, shelf, known, pool)
+            else:
+                self._drop(known)
+            self._take_findings(pool, 0.0)
+
+    def _walk_shelf(
+        self, namespace: Namespace, shelf: str, known: dict[bytes, IndexedFile | None], pool: HeaderPool
+    ) -> None:
+        parts = (*namespace.parts, shelf)
+        prefix = namespace.pack()
+        whole: list[ExtentRow] = []
+        wanted: list[bytes] = []
+        try:
+            with self._directory.folder(parts) as folder_fd:
+                for entry in list_extents(folder_fd, shelf, self._strays):
+                    key = key_of(entry)
+                    indexed = known.pop(prefix + key, None)
+                    if indexed is None:
+                        wanted.append(key)
+                    elif (status := self._status(entry, parts)) is None:
+                        continue
+                    elif indexed.describes(status) and _is_sound(indexed.row, key):
+                        whole.append(indexed.row)
+                    else:
+                        wanted.append(key)
+        except StorageError as error:
+            self._strays.note(error, parts)
+            if error.reason != Reason.NOT_FOUND:
+                return  # the files may well be there: what the index knows of them is kept
+        self._counts.index_rows += len(whole)
+        self._add_rows(namespace, whole)
+        self._drop(known)
+        self._want_headers(namespace, wanted, pool)
+
+    def _status(self, entry: os.DirEntry[str], parts: tuple[str, ...]) -> os.stat_result | None:
+        """None for a file that is not there any more, or can't be looked at."""
+        try:
+            return call("stat", entry.stat, follow_symlinks=False)
+        except StorageError as error:
+            self._strays.note(error, (*parts, entry.name))
+            return None
+
+    def _drop_vanished_namespaces(self) -> None:
+        """Rows of folders that are not there any more, unless a folder above them could not be read."""
+        indexed = self._catalog.namespaces()
+        if isinstance(indexed, IndexFailed) or self._strays.unreadable:
+            return
+        for namespace in indexed:
+            if namespace not in self._seen:
+                rows = self._catalog.read(namespace.pack())
+                self._drop({} if isinstance(rows, IndexFailed) else rows)
+
+    # ---------------------------------------------------------------- headers
+
+    def _want_headers(self, namespace: Namespace, keys: list[bytes], pool: HeaderPool) -> None:
+        self._headers_wanted += len(keys)
+        for start in range(0, len(keys), FILES_OF_A_JOB):
+            packed = b"".join(keys[start : start + FILES_OF_A_JOB])
+            pool.submit(HeaderJob(namespace.fingerprint, namespace.group, namespace.rank, packed, self._now))
+
+    def _take_findings(self, pool: HeaderPool, wait_seconds: float) -> None:
+        for job, findings in pool.collect(wait_seconds):
+            self._take(job.namespace, findings)
+        self._tell_progress()
+
+    def _take(self, namespace: Namespace, findings: list[Finding]) -> None:
+        prefix = namespace.pack()
+        rows: list[ExtentRow] = []
+        for finding in findings:
+            match finding:
+                case Usable(indexed):
+                    self._changes.append(PutRow(prefix + indexed.row.key, indexed))
+                    rows.append(indexed.row)
+                case Unusable():
+                    self._refuse(namespace, finding)
+        self._counts.headers_read += len(findings)
+        self._add_rows(namespace, rows)
+        self._commit_in_batches()
+
+    def _refuse(self, namespace: Namespace, finding: Unusable) -> None:
+        name = namespace.extent(finding.key)
+        match finding.outcome:
+            case Outcome.DAMAGED:
+                self._set_aside(namespace, finding)
+            case Outcome.UNKNOWN_FORMAT:
+                self._counts.unknown_format += 1
+                log.warning("%s is left alone: %s", name, finding.problem)
+            case Outcome.FOREIGN:
+                self._strays.foreign += 1
+            case Outcome.UNREADABLE:
+                self._strays.skip(f"{name}: {finding.problem}")
+                return
+            case Outcome.GONE:
+                log.debug("%s vanished", name)
+        self._changes.append(DropRow(namespace.row_name(finding.key)))
+
+    def _set_aside(self, namespace: Namespace, finding: Unusable) -> None:
+        name = namespace.extent(finding.key)
+        log.warning("%s is damaged (%s): %s", name, finding.reason, finding.problem)
+        try:
+            self._counts.quarantined += self._quarantine.set_aside(name, finding.reason, self._now)
+        except StorageError as error:
+            self._strays.note(error, name.parts)
+
+    # ---------------------------------------------------------------- what comes of it
+
+    def _add_rows(self, namespace: Namespace, rows: list[ExtentRow]) -> None:
+        self._counts.extents += len(rows)
+        batch = self._batches.setdefault(namespace, _Batch())
+        for row in rows:
+            batch.rows.append(row if row.last_used <= self._now >= row.created else self._clamp(row))
+            batch.key_bytes += len(row.keys)
+            if len(batch.rows) >= ROWS_OF_A_REPORT or batch.key_bytes >= KEY_BYTES_OF_A_REPORT:
+                self._send_rows(namespace)
+                batch = self._batches.setdefault(namespace, _Batch())
+
+    def _clamp(self, row: ExtentRow) -> ExtentRow:
+        return msgspec.structs.replace(
+            row, last_used=min(row.last_used, self._now), created=min(row.created, self._now)
+        )
+
+    def _send_rows(self, namespace: Namespace) -> None:
+        batch = self._batches.pop(namespace)
+        if batch.rows:
+            self._emit(Rows(namespace.fingerprint, namespace.group, namespace.rank, batch.rows))
+
+    def _drop(self, rows: Iterable[bytes]) -> None:
+        self._changes += map(DropRow, rows)
+        self._commit_in_batches()
+
+    def _commit_in_batches(self) -> None:
+        if len(self._changes) >= CHANGES_OF_A_COMMIT:
+            self._commit()
+
+    def _commit(self) -> None:
+        if self._changes:
+            answer = self._catalog.apply(self._changes)
+            if isinstance(answer, IndexFailed):
+                log.warning("the index could not be put right: %s", answer.problem)
+            self._changes = []
+
+    def _tell_progress(self) -> None:
+        now = self._clock()
+        if now - self._told < PROGRESS_SECONDS:
+            return
+        self._told = now
+        counts = self._counts
+        if counts.headers_read < self._headers_wanted:
+            self._emit(RecoveryProgress("reading headers", counts.headers_read, self._headers_wanted))
+        else:
+            self._emit(RecoveryProgress("reading folders", counts.extents, max(counts.extents, self._expected)))
+
+    def _log_strays(self) -> None:
+        self._counts.foreign += self._strays.foreign
+        self._counts.unreadable += self._strays.unreadable
+        for problem in self._strays.problems:
+            log.warning("skipped: %s", problem)
+        if self._strays.unreadable > len(self._strays.problems):
+            log.warning("skipped: %d more", self._strays.unreadable - len(self._strays.problems))
+
+
+def _is_sound(row: ExtentRow, key: bytes) -> bool:
+    """Whether a row can be what it says: an index may decode and still not be one that we wrote."""
+    return row.key == key and row.keys[:KEY_BYTES] == key and len(row.keys) % KEY_BYTES == 0 and row.block_bytes > 0
