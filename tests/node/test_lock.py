@@ -37,7 +37,11 @@ def test_a_start_waits_for_the_lock_and_takes_it_when_it_comes_free(tmp_path: Pa
         assert len(pauses) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage\x00\xff", b"1", b"4194304", str(os.getpid()).encode()])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"garbage\x00\xff", b"1", b"4194304", str(os.getpid()).encode()],
+    ids=["empty", "garbage", "pid 1", "no pid", "own pid"],
+)
 def test_what_is_written_in_the_lock_file_decides_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "LOCK").write_bytes(content)
     lock_data_directory(tmp_path, 0.0).close()
