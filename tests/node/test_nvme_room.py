@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from tierkv.core.instructions import ExtentRow, Rows, TierHealth
+from tierkv.node.nvme_room import UNKNOWN, NvmeRoom
+
+GIB = 2**30
+
+
+def health(*, free: int, overhead: int = 0) -> TierHealth:
+    return TierHealth(writable=True, overhead_bytes=overhead, free_bytes=free)
+
+
+def rows(file_bytes: int) -> Rows:
+    row = ExtentRow(b"k" * 32, b"p" * 32, 0, b"k" * 32, 4096, file_bytes, 0.0, 0.0, 0)
+    return Rows(fingerprint="f", group=b"g" * 32, rank=0, rows=[row])
+
+
+def test_what_was_asked_for_is_given_where_the_disk_has_it() -> None:
+    room = NvmeRoom(10 * GIB, GIB)
+    assert room.num_bytes == 10 * GIB
+    room.note(health(free=20 * GIB))
+    assert room.at_recovery() is None
+    assert room.num_bytes == 10 * GIB
+
+
+def test_files_that_are_there_already_count_as_room() -> None:
+    room = NvmeRoom(10 * GIB, GIB)
+    room.note(rows(8 * GIB))
+    room.note(health(free=4 * GIB))
+    assert room.at_recovery() is None  # 8 + 4 - 1 = 11 GiB, more than asked for
+    room.begin_again()
+    room.note(rows(2 * GIB))
+    assert room.at_recovery() == 5 * GIB
+
+
+def test_the_open_setting_takes_ours_and_four_fifths_of_what_is_free_once() -> None:
+    room = NvmeRoom(None, 0)
+    assert room.num_bytes == UNKNOWN
+    room.note(rows(3 * GIB))
+    room.note(health(free=10 * GIB, overhead=GIB))
+    assert room.at_recovery() == 12 * GIB
+    room.note(health(free=4 * GIB, overhead=GIB))
+    assert room.at_health(9 * GIB) is None  # our own growth changes nothing
+
+
+def test_other_data_takes_from_it_and_gives_back() -> None:
+    room = NvmeRoom(8 * GIB, GIB)
+    room.note(health(free=10 * GIB))
+    assert room.at_recovery() is None
+    room.note(health(free=2 * GIB))
+    assert room.at_health(4 * GIB) == 5 * GIB
+    room.note(health(free=2 * GIB - 4096))
+    assert room.at_health(4 * GIB) is None  # not worth a word
+    room.note(health(free=10 * GIB))
+    assert room.at_health(4 * GIB) == 8 * GIB
+
+
+def test_a_disk_full_of_other_data_leaves_no_room_but_never_none_at_all() -> None:
+    room = NvmeRoom(8 * GIB, 2 * GIB)
+    room.note(health(free=GIB))
+    assert room.at_health(0) == 1  # 0 would mean that there is no such tier
+
+
+def test_without_a_word_of_the_disk_nothing_changes() -> None:
+    room = NvmeRoom(None, 0)
+    room.note(rows(GIB))
+    assert room.at_recovery() is None
+    assert room.num_bytes == UNKNOWN

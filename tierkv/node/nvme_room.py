@@ -1,0 +1,60 @@
+"""How much the NVMe tier may hold: what was asked for, but never more than the file system really has.
+
+    real = free + ours - reserve         ours: extents, index, quarantine and temp files together
+    room = min(asked, real)              asked, where the setting leaves it open: ours + 80 % of what is free
+
+Other data that grows makes the room smaller, and it comes back when that goes.
+"""
+
+from __future__ import annotations
+
+from tierkv.core.instructions import AnyReport, Rows, TierHealth
+
+UNKNOWN = 2**62
+"""Before the first health report: nothing is written yet, and nothing must be evicted for want of knowledge."""
+
+_NOTEWORTHY = 64  # changes by less than one part in so many are left alone
+
+
+class NvmeRoom:
+    """`asked_bytes` None: the setting leaves it open."""
+
+    def __init__(self, asked_bytes: int | None, reserve_bytes: int) -> None:
+        self.num_bytes = asked_bytes if asked_bytes is not None else UNKNOWN
+        self._asked = asked_bytes
+        self._reserve = reserve_bytes
+        self._row_bytes = 0
+        self._health: TierHealth | None = None
+
+    def note(self, report: AnyReport) -> None:
+        """Any report; rows and health matter."""
+        if isinstance(report, Rows):
+            self._row_bytes += sum(row.file_bytes for row in report.rows)
+        elif isinstance(report, TierHealth):
+            self._health = report
+
+    def begin_again(self) -> None:
+        """Another worker sends its rows from the first."""
+        self._row_bytes = 0
+
+    def at_recovery(self) -> int | None:
+        """The room once all rows have come, before anything is evicted down to it; None: as it was."""
+        return self._change(self._row_bytes)
+
+    def at_health(self, extent_bytes: int) -> int | None:
+        """The room now that the extents take `extent_bytes`; None: as it was."""
+        return self._change(extent_bytes)
+
+    def _change(self, extent_bytes: int) -> int | None:
+        if self._health is None:
+            return None
+        own = extent_bytes + self._health.overhead_bytes
+        if self._asked is None:
+            self._asked = own + self._health.free_bytes * 8 // 10
+        room = max(1, min(self._asked, own + self._health.free_bytes - self._reserve))
+        if abs(room - self.num_bytes) * _NOTEWORTHY < self.num_bytes and room != self._asked:
+            return None
+        if room == self.num_bytes:
+            return None
+        self.num_bytes = room
+        return room
