@@ -20,9 +20,7 @@ from tierkv.node.arena import (
     make_generations,
     open_read_only,
     populate,
-    populate_all,
     seal_against_writers,
-    stretches,
 )
 
 MIB = 2**20
@@ -61,7 +59,7 @@ def test_pages_are_had_only_where_they_are_populated(arena: SharedMemory) -> Non
     assert allocated_bytes(arena) == 0
     populate(arena.fd, MIB, MIB, huge_pages=False)
     assert allocated_bytes(arena) == MIB
-    populate_all(arena.fd, 4 * MIB, huge_pages=True)
+    populate(arena.fd, 0, 4 * MIB, huge_pages=True)
     assert allocated_bytes(arena) == 4 * MIB
 
 
@@ -111,11 +109,6 @@ def test_a_client_can_read_generations_and_never_write_them(generations: SharedM
             os.close(fd)
         with pytest.raises(PermissionError):  # not even by way of the writable descriptor
             mmap.mmap(generations.fd, generations.num_bytes)
-
-
-def test_stretches_cover_a_range_without_gap_or_overlap() -> None:
-    assert list(stretches(5, 20, step=10)) == [(5, 10), (15, 5)]
-    assert list(stretches(20, 20, step=10)) == []
 
 
 def test_huge_pages_are_asked_for_only_where_the_kernel_allows_them(

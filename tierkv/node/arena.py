@@ -15,15 +15,13 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from tierkv.errors import ConfigError
 
 PAGE_BYTES = 4096
 GENERATION_BYTES = 8
-STRETCH_BYTES = 64 * 2**20
-"""What is populated in one go: some tens of milliseconds."""
+STRETCH_BYTES = 16 * 2**20
+"""What is populated in one go: some ten milliseconds."""
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -99,21 +97,6 @@ def populate(fd: int, first_byte: int, num_bytes: int, *, huge_pages: bool) -> N
                 _populate_by_hand(fd, first_byte, num_bytes, mapping)
         finally:
             del anchor
-
-
-def populate_all(fd: int, num_bytes: int, *, huge_pages: bool) -> None:
-    """`populate` from the first byte on, by several threads, as zeroing is bound by one core's speed."""
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
-        done = pool.map(lambda part: populate(fd, part[0], part[1], huge_pages=huge_pages), stretches(0, num_bytes))
-        for _ in done:
-            pass
-
-
-def stretches(first_byte: int, end: int, step: int = STRETCH_BYTES) -> Iterator[tuple[int, int]]:
-    """[first_byte, end) as (offset, length)."""
-    for offset in range(first_byte, end, step):
-        yield offset, min(step, end - offset)
 
 
 def are_huge_pages_possible() -> bool:

@@ -32,12 +32,13 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that the front acts on, checked already."""
+    """The settings that the front acts on, checked already. `data_dir` empty: there is no NVMe tier."""
 
     data_dir: str
     socket_dir: str
     host_bytes: int
-    nvme_bytes: int
+    nvme_bytes: int | None
+    nvme_reserve_bytes: int
     slab_bytes: int
     extent_bytes: int
     seal_after_seconds: float
@@ -51,8 +52,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
-    """First message to a front, with the generations descriptor. `host_limit_bytes` is what of the arena may be used
-    for now. Node time = `wall_zero` + (monotonic clock - `monotonic_zero`)."""
+    """First message to a front, with the generations descriptor. `host_bytes` of the settings is the arena's size, and
+    `host_limit_bytes` what of it may be used for now. Zeros: see clock.py."""
 
     settings: FrontSettings
     incarnation: int

@@ -1,0 +1,107 @@
+"""Every call of the core, to its last effect: instructions to the storage worker, notices to who waits for them.
+
+What goes wrong in here is CoreFailed. The core's state can't be trusted any more, or what it decided was not carried
+out; so the front ends, and the supervisor starts a new one. Never wrong beats available.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tierkv.core.grants import Dropped, Evicted, LeaseReady, SealReady, Waiting
+from tierkv.core.instructions import AnyInstruction, OpFailed, Write
+from tierkv.core.ledger import Effect
+from tierkv.core.reasons import Reason
+from tierkv.core.state import CacheState
+from tierkv.errors import TierkvError, WireError
+from tierkv.node.mover import Mover
+from tierkv.node.outbox import Outbox
+from tierkv.node.replies import lease_reply, seal_reply
+from tierkv.node.waiting import WaitingRoom
+from tierkv.wire.messages import ErrorCode
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class CoreFailed(TierkvError):
+    """An exception out of the core, or while its effects were carried out."""
+
+
+class CoreCalls:
+    """`replace_worker(problem)` asks for another storage worker, as this one reads nothing any more."""
+
+    def __init__(
+        self, state: CacheState, mover: Mover, outbox: Outbox, replace_worker: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.state = state
+        self.mover = mover
+        self.leases: WaitingRoom[bytes] = WaitingRoom()
+        self.seals: WaitingRoom[int] = WaitingRoom()
+        self.dropped_bytes = 0
+        self.dropped_extents = 0
+        self._outbox = outbox
+        self._replace_worker = replace_worker
+
+    def look(self, question: Callable[[], T]) -> T:
+        """A question that changes nothing."""
+        try:
+            return question()
+        except Exception as error:  # whatever it is, it came out of the core
+            raise CoreFailed(f"{type(error).__name__}: {error}") from error
+
+    def do(self, now: float, event: Callable[[], list[Effect]]) -> None:
+        """An event without an answer."""
+        self.look(lambda: self._carry_out(event(), now))
+
+    def ask(
+        self, now: float, event: Callable[[], tuple[T, list[Effect]]], on_waiting: Callable[[], None] | None = None
+    ) -> T:
+        """An event with an answer. When that is Waiting, `on_waiting` runs first: the answer that is waited for may be
+        among the effects already."""
+
+        def decide() -> T:
+            answer, effects = event()
+            if isinstance(answer, Waiting) and on_waiting is not None:
+                on_waiting()
+            self._carry_out(effects, now)
+            return answer
+
+        return self.look(decide)
+
+    def instruct(self, instruction: AnyInstruction, now: float) -> None:
+        """One instruction for the storage worker; nothing when there is none."""
+        try:
+            self.mover.send(instruction)
+        except WireError as error:
+            if error.code == ErrorCode.TOO_LARGE and isinstance(instruction, Write):
+                failed = OpFailed(op=instruction.op, reason=Reason.LARGER_THAN_TIER, problem=error.problem)
+                self.do(now, lambda: self.state.report(failed, now))
+                return
+            # What it was told and has not read is told again to the one that follows.
+            self.mover.detach()
+            self._replace_worker(error.problem)
+
+    def _carry_out(self, effects: list[Effect], now: float) -> None:
+        for effect in effects:
+            self._carry_out_one(effect, now)
+
+    def _carry_out_one(self, effect: Any, now: float) -> None:
+        match effect:
+            case LeaseReady():
+                for asker in self.leases.take(effect.grant):
+                    self._outbox.reply(asker, lease_reply(asker.request_id, effect.lease), now)
+            case SealReady():
+                for asker in self.seals.take(effect.seal_id):
+                    self._outbox.reply(asker, seal_reply(asker.request_id, effect.answer), now)
+            case Evicted():
+                pass  # counted by the core
+            case Dropped():
+                self.dropped_extents += 1
+                self.dropped_bytes += effect.num_bytes
+                log.debug("extent %s is not written: %s", effect.key.hex(), effect.reason)
+            case _:
+                self.instruct(effect, now)

@@ -1,0 +1,57 @@
+"""The orderly end of a front: write what is dirty within a budget, give up the rest, and say how much of each.
+
+begin -> dirty extents are written -> none left, or the budget is spent -> worker finishes -> Drained
+"""
+
+from __future__ import annotations
+
+from tierkv.core.instructions import Stop
+from tierkv.node.control import Drained
+from tierkv.node.core_calls import CoreCalls
+from tierkv.node.service import Service
+
+STOP_SECONDS = 2.0
+"""What the storage worker gets to finish what it has begun, beyond the budget."""
+
+
+class Draining:
+    def __init__(self, core: CoreCalls, service: Service, budget_seconds: float, now: float) -> None:
+        self._core = core
+        self._state = core.state
+        self._service = service
+        self._deadline = now + budget_seconds
+        self._stop_deadline: float | None = None
+        self._flushed_before = self._state.counts.flushed_extents
+        self._written_before = self._state.counts.nvme_written_bytes
+        self._dropped_before = (core.dropped_extents, core.dropped_bytes)
+        service.begin_shutdown(now)
+
+    def shorten(self, budget_seconds: float, now: float) -> None:
+        self._deadline = min(self._deadline, now + budget_seconds)
+
+    def step(self, now: float) -> Drained | None:
+        """Call it after anything has happened, and at `next_wakeup`. None: not over yet."""
+        if self._stop_deadline is None:
+            if now < self._deadline and self._state.dirty().extents > 0:
+                return None
+            self._service.drop_dirty(now)
+            self._core.instruct(Stop(budget_seconds=STOP_SECONDS), now)
+            self._stop_deadline = now + STOP_SECONDS
+        mover = self._core.mover
+        if mover.is_attached and not mover.worker.is_stopped and now < self._stop_deadline:
+            return None
+        return self._sum_up()
+
+    def next_wakeup(self) -> float:
+        return self._deadline if self._stop_deadline is None else self._stop_deadline
+
+    def _sum_up(self) -> Drained:
+        """What was still being written when the worker's time was up counts as dropped: nothing proves it."""
+        unproven = self._state.dirty()
+        extents, num_bytes = self._dropped_before
+        return Drained(
+            flushed_extents=self._state.counts.flushed_extents - self._flushed_before,
+            flushed_bytes=self._state.counts.nvme_written_bytes - self._written_before,
+            dropped_extents=self._core.dropped_extents - extents + unproven.extents,
+            dropped_bytes=self._core.dropped_bytes - num_bytes + unproven.num_bytes,
+        )

@@ -1,0 +1,365 @@
+"""The front process: decides. One thread, one poll loop; no file I/O, and of the arena only the generations.
+
+    ROUTER socket    requests of engines            -> service -> core -> replies
+    control socket   the supervisor's messages      -> sessions, workers, limits, shutdown
+    channel          the storage worker's reports   -> core
+    timers           what the core is due to do
+
+Each round takes a bounded part from each, so that none starves the others. It ends when the supervisor is gone, when it
+was told to (0), or when its state can't be trusted any more (3): then the supervisor starts a new one.
+
+Run as `python -m tierkv.node.front CONTROL_FD SUPERVISOR_PID`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import MutableSequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import zmq
+
+from tierkv.core.instructions import AnyReport, Recovered, TierHealth
+from tierkv.core.state import CacheState, Limits
+from tierkv.errors import ConfigError, TierkvError, WireError
+from tierkv.node.arena import PAGE_BYTES, seal_against_writers
+from tierkv.node.clock import NodeClock
+from tierkv.node.control import (
+    AnyControlMessage,
+    Begin,
+    Control,
+    HostLimit,
+    Ready,
+    ReplaceWorker,
+    SessionClosed,
+    SessionEnded,
+    SessionOpened,
+    Shutdown,
+    WorkerDied,
+    WorkerRecovered,
+    WorkerStarted,
+)
+from tierkv.node.core_calls import CoreCalls, CoreFailed
+from tierkv.node.draining import Draining
+from tierkv.node.front_sessions import FrontSession, SessionTable
+from tierkv.node.mover import Mover
+from tierkv.node.nvme_room import NvmeRoom
+from tierkv.node.outbox import Outbox
+from tierkv.node.router import Router
+from tierkv.node.scrape import Scrape
+from tierkv.node.service import NodeFacts, Service
+from tierkv.node.survey import NodeState, Survey
+from tierkv.workers.lifeline import end_with_parent
+
+if TYPE_CHECKING:
+    from tierkv.metrics.endpoint import MetricsEndpoint
+
+REQUESTS_PER_ROUND = 64
+BEGIN_SECONDS = 30.0
+SOCKET_CHECK_SECONDS = 20.0
+
+EXIT_CORE_FAILED = 3
+EXIT_SUPERVISOR_GONE = 71
+
+log = logging.getLogger(__name__)
+
+
+class Front:
+    """Owns the ROUTER socket, the channel to the worker, the control socket and the mapping of the generations."""
+
+    def __init__(self, control: Control, begin: Begin, generations_fd: int) -> None:
+        settings = begin.settings
+        self._control = control
+        self._settings = settings
+        self._clock = NodeClock(begin.wall_zero, begin.monotonic_zero)
+        self._has_nvme = bool(settings.data_dir)
+        self._generations = _map_generations(generations_fd)
+        self._nvme_room = NvmeRoom(settings.nvme_bytes, settings.nvme_reserve_bytes)
+        state = CacheState(self._limits(), self._generations)
+        self._mover = Mover()
+        self._router = Router(Path(settings.socket_dir))
+        self._outbox = Outbox(self._router.send)
+        self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker)
+        self._node = NodeState(
+            incarnation=begin.incarnation,
+            data_dir=settings.data_dir,
+            has_nvme=self._has_nvme,
+            supervisor_pid=begin.supervisor_pid,
+            front_restarts=begin.front_restarts,
+            started=time.monotonic(),
+        )
+        self._survey = Survey(self._core, self._outbox, self._node)
+        self._service = Service(
+            self._core,
+            SessionTable(self._take_control),
+            self._outbox,
+            NodeFacts(
+                incarnation=begin.incarnation,
+                data_dir=settings.data_dir,
+                host_bytes=settings.host_bytes,
+                slab_bytes=settings.slab_bytes,
+                has_nvme=self._has_nvme,
+            ),
+            status=self._survey.status,
+            usage=self._survey.usage,
+        )
+        self._draining: Draining | None = None
+        self._scrape: Scrape | None = None
+        self._poller = zmq.Poller()
+        self._polled: dict[Any, int] = {}
+        self._wakeup: float | None = None
+        self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
+        self._is_finished = False
+        self._service.host_limit(begin.host_limit_bytes, self._now())
+
+    def _limits(self) -> Limits:
+        settings = self._settings
+        return Limits(
+            host_bytes=settings.host_bytes,
+            slab_bytes=settings.slab_bytes,
+            extent_bytes=settings.extent_bytes,
+            nvme_bytes=self._nvme_room.num_bytes if self._has_nvme else 0,
+            seal_after_seconds=settings.seal_after_seconds,
+            session_bytes=settings.session_bytes,
+            inflight_writes=settings.inflight_writes,
+            inflight_reads=settings.inflight_reads,
+            page_bytes=PAGE_BYTES,
+            touch_seconds=settings.touch_seconds,
+        )
+
+    # ---- the loop
+
+    def run(self) -> int:
+        """Until the end; the exit code."""
+        self._control.send(Ready())
+        while not self._is_finished:
+            ready = self._wait()
+            self._take_control()
+            if self._control.ended:
+                return EXIT_SUPERVISOR_GONE
+            self._take_reports()
+            self._take_requests()
+            self._do_what_is_due()
+            if self._service.num_checks:
+                self._service.check_keys(self._now())
+            if self._scrape is not None and self._scrape.fileno() in ready:
+                self._scrape.serve(self._survey.snapshot)
+            self._drain()
+            self._mover.flush()
+            self._control.flush()
+        return 0
+
+    def _wait(self) -> dict[Any, int]:
+        """Until something can be read or is due; what can be read or written."""
+        wanted = self._interest()
+        for what in self._polled.keys() - wanted.keys():
+            self._poller.unregister(what)
+        for what, events in wanted.items():
+            if self._polled.get(what) != events:
+                self._poller.register(what, events)
+        self._polled = wanted
+        return dict(self._poller.poll(self._timeout_milliseconds()))
+
+    def _interest(self) -> dict[Any, int]:
+        wanted: dict[Any, int] = {self._control.fileno(): _events(self._control.wants_write)}
+        if not self._service.is_behind:
+            wanted[self._router.socket] = zmq.POLLIN
+        if self._mover.is_attached:
+            wanted[self._mover.fileno()] = _events(self._mover.wants_write)
+        if self._scrape is not None:
+            wanted[self._scrape.fileno()] = zmq.POLLIN
+        return wanted
+
+    def _timeout_milliseconds(self) -> int:
+        if self._service.num_checks:
+            return 0
+        now = self._now()
+        times = [self._next_socket_check - time.monotonic()]
+        self._wakeup = self._service.next_wakeup()
+        if self._wakeup is not None:
+            times.append(self._wakeup - now)
+        if self._draining is not None:
+            times.append(self._draining.next_wakeup() - now)
+        return max(0, math.ceil(min(times) * 1000))
+
+    def _take_requests(self) -> None:
+        for _ in range(REQUESTS_PER_ROUND):
+            if self._service.is_behind or (found := self._router.receive()) is None:
+                return
+            peer, frame = found
+            self._service.handle(peer, frame, self._now())
+
+    def _do_what_is_due(self) -> None:
+        """What was due when the wait began. What this round has made due comes next round: it costs no wait."""
+        if self._wakeup is not None and self._wakeup <= (now := self._now()):
+            self._service.tick(now)
+        if self._next_socket_check <= time.monotonic():
+            self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
+            self._router.rebind_if_deleted()
+
+    def _drain(self) -> None:
+        if self._draining is None or (drained := self._draining.step(self._now())) is None:
+            return
+        self._service.answer_everybody(self._now())
+        self._control.send(drained)
+        self._is_finished = True
+
+    # ---- the supervisor
+
+    def _take_control(self) -> None:
+        while (found := self._control.receive()) is not None:
+            message, descriptors = found
+            self._node.supervisor_heard = self._now()
+            self._on_control(message, descriptors)
+
+    def _on_control(self, message: AnyControlMessage, descriptors: list[int]) -> None:
+        now = self._now()
+        match message:
+            case SessionOpened():
+                self._service.open_session(FrontSession(message.token, message.client, message.maps_arena), now)
+            case SessionClosed():
+                self._service.close_session(message.token)
+            case SessionEnded():
+                self._service.end_session(message.token, now)
+            case WorkerStarted():
+                channel = socket.socket(fileno=descriptors[0])
+                self._mover.attach(channel, pid=message.pid, restarts=message.restarts, now=now)
+                self._nvme_room.begin_again()
+                self._service.worker_started(now)
+            case WorkerDied():
+                for report in self._mover.receive_rest(now):
+                    self._on_report(report, now)
+                self._mover.detach()
+                self._mover.worker.problem = message.problem
+                self._service.worker_died(now)
+            case HostLimit():
+                self._node.host_problem = message.problem
+                self._service.host_limit(message.num_bytes, now)
+            case Shutdown():
+                self._shut_down(message.budget_seconds, now)
+            case _:
+                raise TierkvError(f"a front is not told {type(message).__name__}")
+
+    def _shut_down(self, budget_seconds: float, now: float) -> None:
+        self._node.is_stopping = True
+        if self._draining is None:
+            self._draining = Draining(self._core, self._service, budget_seconds, now)
+        else:
+            self._draining.shorten(budget_seconds, now)
+
+    # ---- the storage worker
+
+    def _take_reports(self) -> None:
+        now = self._now()
+        try:
+            reports = self._mover.receive(now)
+        except WireError as error:  # the two no longer agree where a message begins
+            self._mover.detach()
+            self._replace_worker(str(error))
+            return
+        for report in reports:
+            self._on_report(report, now)
+
+    def _on_report(self, report: AnyReport, now: float) -> None:
+        self._nvme_room.note(report)
+        if isinstance(report, Recovered):
+            self._set_nvme_room(self._nvme_room.at_recovery(), now)
+            self._control.send(WorkerRecovered(pid=self._mover.worker.pid))
+        self._service.on_report(report, now)
+        if isinstance(report, TierHealth) and not self._core.state.is_recovering:
+            nvme = next(tier for tier in self._core.state.tiers() if tier.tier == "nvme")
+            self._set_nvme_room(self._nvme_room.at_health(nvme.used_bytes + nvme.reserved_bytes), now)
+
+    def _set_nvme_room(self, num_bytes: int | None, now: float) -> None:
+        if num_bytes is not None:
+            self._service.nvme_limit(num_bytes, now)
+
+    def _replace_worker(self, problem: str) -> None:
+        log.error("the storage worker can't be spoken to any more: %s", problem)
+        self._control.send(ReplaceWorker(pid=self._mover.worker.pid, problem=problem))
+
+    # ---- the rest
+
+    def serve_metrics(self) -> Scrape:
+        """What the metrics endpoint reads from, in its own thread."""
+        self._scrape = Scrape(self._survey.snapshot())
+        return self._scrape
+
+    def metrics_failed(self, problem: str) -> None:
+        """The node goes on without; `status` says so."""
+        log.error("no metrics: %s", problem)
+        self._node.metrics_problem = problem
+
+    def close(self) -> None:
+        self._router.close()
+        self._mover.detach()
+        if self._scrape is not None:
+            self._scrape.close()
+
+    def _now(self) -> float:
+        return self._clock.now()
+
+
+def _events(wants_write: bool) -> int:
+    return zmq.POLLIN | (zmq.POLLOUT if wants_write else 0)
+
+
+def _map_generations(fd: int) -> MutableSequence[int]:
+    """Writable here and, from now on, nowhere else."""
+    mapping = mmap.mmap(fd, os.fstat(fd).st_size)
+    seal_against_writers(fd)
+    os.close(fd)
+    return cast("MutableSequence[int]", memoryview(mapping).cast("Q"))
+
+
+def main(arguments: list[str]) -> int:
+    control_fd, supervisor_pid = int(arguments[0]), int(arguments[1])
+    end_with_parent(supervisor_pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the supervisor, which says when to stop
+    control = Control(socket.socket(fileno=control_fd))
+    found = control.wait(BEGIN_SECONDS)
+    if found is None or not isinstance(found[0], Begin):
+        return EXIT_SUPERVISOR_GONE
+    begin, (generations_fd,) = found[0], found[1]
+    logging.basicConfig(
+        level=begin.settings.log_level.upper(), format="%(asctime)s %(levelname)s front: %(name)s: %(message)s"
+    )
+    front = Front(control, begin, generations_fd)
+    endpoint = _start_metrics(front, begin)
+    try:
+        return front.run()
+    except CoreFailed:
+        log.critical("the cache's state can't be trusted any more; this front ends", exc_info=True)
+        return EXIT_CORE_FAILED
+    finally:
+        if endpoint is not None:
+            endpoint.close()
+        front.close()
+        control.close()
+
+
+def _start_metrics(front: Front, begin: Begin) -> MetricsEndpoint | None:
+    """Off unless a port is given. The library it needs is imported only then."""
+    if begin.settings.metrics_port is None:
+        return None
+    from tierkv.metrics.endpoint import MetricsEndpoint  # noqa: PLC0415 - see above
+
+    scrape = front.serve_metrics()
+    try:
+        return MetricsEndpoint(begin.settings.metrics_host, begin.settings.metrics_port, scrape.read)
+    except ConfigError as error:  # the supervisor could have the address at its start; somebody else has it now
+        front.metrics_failed(str(error))
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The front's side of the storage worker: instructions out, reports in, and how it is doing.
+
+While no worker is attached instructions go nowhere: the core queues its work again when it is told of a worker's death,
+and says all of it anew when it is told of the next one's start.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from dataclasses import dataclass, field
+
+from tierkv.core.instructions import AnyInstruction, AnyReport, Recovered, RecoveryProgress, Stopped, TierHealth, Touch
+from tierkv.workers.channel import Channel, front_end
+
+SILENT_SECONDS = 5.0
+"""A worker reports its health about once a second; after so long without a word it is called silent. Nothing is taken
+from it then: it may be stopped, and go on writing to its slots later."""
+
+MAX_BUFFERED_FOR_TOUCH = 8 * 2**20
+NAME = "storage"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What `status` shows of the storage worker."""
+
+    pid: int = 0
+    restarts: int = 0
+    is_up: bool = False
+    is_recovered: bool = False
+    is_stopped: bool = False
+    heard: float = 0.0
+    problem: str = ""
+    stage: str = "starting"
+    done: int = 0
+    total: int = 0
+    recovered: Recovered | None = None
+    health: TierHealth | None = None
+    errors: dict[str, int] = field(default_factory=dict)
+    skipped_touches: int = 0
+
+    def describe(self, now: float) -> str:
+        if not self.is_up:
+            return "restarting"
+        if self.is_silent(now):
+            return "silent"
+        return "running" if self.is_recovered else "recovering"
+
+    def is_silent(self, now: float) -> bool:
+        return self.is_up and now - self.heard > SILENT_SECONDS
+
+
+class Mover:
+    def __init__(self) -> None:
+        self.worker = WorkerState()
+        self._channel: Channel[AnyInstruction, AnyReport] | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        return self._channel is not None
+
+    def fileno(self) -> int:
+        """Only while attached."""
+        assert self._channel is not None
+        return self._channel.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        return self._channel is not None and self._channel.wants_write
+
+    def attach(self, sock: socket.socket, *, pid: int, restarts: int, now: float) -> None:
+        self.detach()
+        self._channel = front_end(sock)
+        self.worker.pid, self.worker.restarts = pid, restarts
+        self.worker.is_up, self.worker.is_recovered, self.worker.is_stopped = True, False, False
+        self.worker.heard = now
+        self.worker.stage, self.worker.done, self.worker.total = "starting", 0, 0
+
+    def detach(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self.worker.is_up = False
+
+    def send(self, instruction: AnyInstruction) -> None:
+        """Queue it; `flush` sends. Raises WireError when the worker has left more unread than is kept for it."""
+        if self._channel is None:
+            return
+        if isinstance(instruction, Touch) and self._channel.buffered_bytes > MAX_BUFFERED_FOR_TOUCH:
+            self.worker.skipped_touches += 1  # last use is worth less than what waits there
+            return
+        self._channel.send(instruction)
+
+    def flush(self) -> None:
+        if self._channel is not None:
+            self._channel.flush()
+
+    def receive(self, now: float) -> list[AnyReport]:
+        """What the worker has said since; noted here, and for the core."""
+        if self._channel is None:
+            return []
+        reports = self._channel.receive()
+        if self._channel.ended:
+            # Its end will be told by the supervisor, which waits for the process. What it said was all received.
+            self.detach()
+        if reports:
+            self.worker.heard = now
+        for report in reports:
+            self._note(report)
+        return reports
+
+    def receive_rest(self, now: float) -> list[AnyReport]:
+        """All that a dead worker has said."""
+        reports: list[AnyReport] = []
+        while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
+            reports += self.receive(now)
+        return reports
+
+    def _note(self, report: AnyReport) -> None:
+        worker = self.worker
+        if isinstance(report, RecoveryProgress):
+            worker.stage, worker.done, worker.total = report.stage, report.done, report.total
+        elif isinstance(report, Recovered):
+            worker.is_recovered = True
+            worker.problem = ""
+            worker.recovered = report
+        elif isinstance(report, TierHealth):
+            worker.health = report
+            worker.errors = report.errors
+        elif isinstance(report, Stopped):
+            worker.is_stopped = True

@@ -1,0 +1,81 @@
+"""Requests of operators: Status, Usage, Warmup, Verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tierkv.core.instructions import ScrubProgress
+from tierkv.node.core_calls import CoreCalls
+from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
+from tierkv.node.replies import no_warmup, warmup_reply
+from tierkv.node.waiting import Asker
+from tierkv.wire.messages import Error, ErrorCode, Reply, Request, Status, Usage, Verify, Warmup
+
+
+class Operating:
+    """`status(request_id, now)` and `usage(request_id)` make those two replies."""
+
+    def __init__(
+        self,
+        core: CoreCalls,
+        *,
+        has_nvme: bool,
+        status: Callable[[int, float], Reply],
+        usage: Callable[[int], Reply],
+    ) -> None:
+        self._core = core
+        self._state = core.state
+        self._has_nvme = has_nvme
+        self._warmups = Warmups()
+        self._verifications = Verifications()
+        self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
+            Status: lambda request, _asker, now: status(request.id, now),
+            Usage: lambda request, _asker, _now: usage(request.id),
+            Warmup: self._warmup,
+            Verify: self._verify,
+        }
+
+    def on_progress(self, report: ScrubProgress) -> None:
+        self._verifications.report(report)
+
+    def worker_started(self, now: float) -> None:
+        for instruction in self._verifications.worker_started():
+            self._core.instruct(instruction, now)
+
+    def tick(self, now: float) -> None:
+        """Work that nobody asks about any more ends."""
+        for job in self._warmups.take_abandoned(now):
+            self._cancel_warmup(job, now)
+        for instruction in self._verifications.expire(now):
+            self._core.instruct(instruction, now)
+
+    def next_wakeup(self) -> float | None:
+        times = (self._warmups.next_deadline(), self._verifications.next_deadline())
+        return min((time for time in times if time is not None), default=None)
+
+    def _warmup(self, request: Warmup, _asker: Asker, now: float) -> Reply:
+        job = request.job
+        if self._warmups.is_full(job):
+            problem = "too many warm-ups are running"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
+        if not request.cancel:
+            start = self._state.start_warmup
+            self._core.do(now, lambda: start(job, request.budget_bytes, request.fingerprint, now))
+            self._warmups.asked(job, now)
+        progress = self._core.look(lambda: self._state.warmup_progress(job))
+        if request.cancel:
+            self._warmups.forget(job)
+            self._cancel_warmup(job, now)
+        return no_warmup(request.id) if progress is None else warmup_reply(request.id, progress)
+
+    def _cancel_warmup(self, job: bytes, now: float) -> None:
+        self._core.do(now, lambda: self._state.cancel_warmup(job, now))
+
+    def _verify(self, request: Verify, _asker: Asker, now: float) -> Reply:
+        if not self._has_nvme:
+            return nothing_to_verify(request.id)
+        reply, instructions = self._verifications.ask(request, now)
+        for instruction in instructions:
+            self._core.instruct(instruction, now)
+        return reply

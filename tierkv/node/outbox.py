@@ -1,0 +1,32 @@
+"""Replies on their way out, and what is counted about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from tierkv.metrics import Latency
+from tierkv.node.waiting import Asker
+from tierkv.wire.frames import encode
+from tierkv.wire.messages import Error, Reply
+
+
+class Outbox:
+    """`transmit(peer, frame)` takes a frame without waiting, or says False: a peer that does not read its replies
+    loses them, and nobody else waits for it."""
+
+    def __init__(self, transmit: Callable[[bytes, bytes], bool]) -> None:
+        self._transmit = transmit
+        self.errors: Counter[str] = Counter()
+        self.latencies: dict[str, Latency] = {}
+        self.dropped = 0
+
+    def reply(self, asker: Asker, reply: Reply, now: float) -> None:
+        self.latencies.setdefault(asker.request, Latency()).observe(max(0.0, now - asker.received))
+        self.send(asker.peer, reply)
+
+    def send(self, peer: bytes, reply: Reply) -> None:
+        if isinstance(reply, Error):
+            self.errors[reply.code] += 1
+        if not self._transmit(peer, encode(reply)):
+            self.dropped += 1

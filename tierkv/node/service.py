@@ -1,0 +1,248 @@
+"""The front's service: frames in, replies out. One thread; nothing here waits or reads a file.
+
+    frame -> message -> session? ready? group? -> reading | writing | operating -> core -> reply, now or later
+
+What goes wrong with one request is answered with an Error, and the node goes on; CoreFailed alone passes through.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tierkv
+from tierkv.core.grants import GroupSpec
+from tierkv.core.instructions import AnyReport, ScrubProgress
+from tierkv.core.reasons import Reason
+from tierkv.node.core_calls import CoreCalls, CoreFailed
+from tierkv.node.front_sessions import FrontSession, SessionTable
+from tierkv.node.group_check import why_not_persistent, why_refused
+from tierkv.node.operating import Operating
+from tierkv.node.outbox import Outbox
+from tierkv.node.reading import Reading
+from tierkv.node.replies import shutting_down
+from tierkv.node.waiting import Asker
+from tierkv.node.writing import Writing
+from tierkv.wire.frames import Malformed, decode_request
+from tierkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AnyRequest,
+    Commit,
+    Error,
+    ErrorCode,
+    Hello,
+    HelloReply,
+    NotReady,
+    OpenGroup,
+    OpenGroupReply,
+    Release,
+    Reply,
+    Request,
+    Status,
+    Usage,
+)
+
+MAX_GROUPS = 10_000
+
+_WHILE_RECOVERING = (Hello, Status, OpenGroup)
+_WHILE_STOPPING = (Hello, Status, Usage, Commit, Abort, Release)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What does not change while a front lives."""
+
+    incarnation: int
+    data_dir: str
+    host_bytes: int
+    slab_bytes: int
+    has_nvme: bool
+
+
+class Service:
+    def __init__(
+        self,
+        core: CoreCalls,
+        sessions: SessionTable,
+        outbox: Outbox,
+        facts: NodeFacts,
+        *,
+        status: Callable[[int, float], Reply],
+        usage: Callable[[int], Reply],
+    ) -> None:
+        self.is_stopping = False
+        self._core = core
+        self._state = core.state
+        self._sessions = sessions
+        self._outbox = outbox
+        self._facts = facts
+        self._known_groups: set[bytes] = set()
+        self._reading = Reading(core, sessions, outbox)
+        self._writing = Writing(core, sessions, outbox)
+        self._operating = Operating(core, has_nvme=facts.has_nvme, status=status, usage=usage)
+        self._handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
+            Hello: self._hello,
+            OpenGroup: self._open_group,
+            **self._reading.handlers,
+            **self._writing.handlers,
+            **self._operating.handlers,
+        }
+
+    # ---- requests
+
+    def handle(self, peer: bytes, frame: bytes, now: float) -> None:
+        """Answer one frame, now or when its answer is there."""
+        request = decode_request(frame)
+        if isinstance(request, Malformed):
+            self._outbox.send(peer, request.error)
+            return
+        asker = Asker(peer, request.id, request.session, type(request).__name__, now)
+        try:
+            reply = self._answer(request, asker, now)
+        except CoreFailed:
+            raise
+        except Exception:  # a bug of ours in one request, outside the core: it must not take the others' service away
+            log.exception("%s of session %s", asker.request, asker.session.hex())
+            reply = Error(id=request.id, code=ErrorCode.INTERNAL, problem="a bug in the node; its log says more")
+        if reply is not None:
+            self._outbox.reply(asker, reply, now)
+
+    def _answer(self, request: AnyRequest, asker: Asker, now: float) -> Reply | None:
+        session = self._sessions.find(request.session)
+        if session is None or session.is_closed:
+            problem = "no such session; the node was restarted, or the session has ended: open a new one"
+            return Error(id=request.id, code=ErrorCode.SESSION_GONE, problem=problem, field="session")
+        if self.is_stopping and not isinstance(request, _WHILE_STOPPING):
+            return shutting_down(request.id)
+        if self._state.is_recovering and not isinstance(request, _WHILE_RECOVERING):
+            worker = self._core.mover.worker
+            return NotReady(id=request.id, stage=worker.stage, done=worker.done, total=worker.total)
+        group = getattr(request, "group", None)
+        if group is not None and group not in session.groups:
+            problem = "this session has not opened the group"
+            return Error(id=request.id, code=ErrorCode.UNKNOWN_GROUP, problem=problem, field="group")
+        return self._handlers[type(request)](request, asker, now)
+
+    def _hello(self, request: Hello, _asker: Asker, _now: float) -> Reply:
+        if request.protocol != PROTOCOL_VERSION:
+            problem = f"this node speaks protocol {PROTOCOL_VERSION}"
+            return Error(id=request.id, code=ErrorCode.PROTOCOL_VERSION, problem=problem, field="protocol")
+        return HelloReply(
+            id=request.id,
+            protocol=PROTOCOL_VERSION,
+            incarnation=self._facts.incarnation,
+            version=tierkv.__version__,
+            data_dir=self._facts.data_dir,
+            host_bytes=self._facts.host_bytes,
+        )
+
+    def _open_group(self, request: OpenGroup, asker: Asker, now: float) -> Reply:
+        refusal = why_refused(request, slab_bytes=self._facts.slab_bytes)
+        if refusal is not None:
+            return refusal
+        group = request.identity.group_key()
+        if group not in self._known_groups and len(self._known_groups) >= MAX_GROUPS:
+            problem = f"this node knows {MAX_GROUPS} groups, as many as it takes"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="identity")
+        reason = why_not_persistent(request.identity, has_nvme=self._facts.has_nvme, asked=request.persistent)
+        spec = GroupSpec(
+            group=group,
+            identity=request.identity,
+            model_name=request.model_name,
+            adapter_name=request.adapter_name,
+            manifest=request.manifest,
+            persistent=reason is None,
+        )
+        self._core.do(now, lambda: self._state.open_group(spec, now))
+        self._core.look(lambda: self._state.session_opens(asker.session, group))
+        self._known_groups.add(group)
+        session = self._sessions.find(asker.session)
+        assert session is not None, "checked before"
+        session.groups.add(group)
+        return OpenGroupReply(id=request.id, group=group, persistent=reason is None, reason=reason or "")
+
+    # ---- what else happens
+
+    def open_session(self, session: FrontSession, now: float) -> None:
+        self._sessions.add(session)
+        self._core.look(lambda: self._state.open_session(session.token, now))
+
+    def close_session(self, token: bytes) -> None:
+        """No new requests. Its grants stay: the process may be copying."""
+        self._sessions.close(token)
+
+    def end_session(self, token: bytes, now: float) -> None:
+        """Proven: what it held is free. Whoever waited on its behalf waits no more."""
+        self._sessions.remove(token)
+        self._core.leases.take_session(token)
+        self._core.seals.take_session(token)
+        self._core.do(now, lambda: self._state.end_session(token, now))
+
+    def on_report(self, report: AnyReport, now: float) -> None:
+        if isinstance(report, ScrubProgress):
+            self._operating.on_progress(report)
+        self._core.do(now, lambda: self._state.report(report, now))
+
+    def worker_started(self, now: float) -> None:
+        self._core.do(now, lambda: self._state.worker_started(now))
+        self._operating.worker_started(now)
+
+    def worker_died(self, now: float) -> None:
+        self._core.do(now, lambda: self._state.worker_died(now))
+
+    def host_limit(self, num_bytes: int, now: float) -> None:
+        self._core.do(now, lambda: self._state.host_limit(num_bytes, now))
+
+    def nvme_limit(self, num_bytes: int, now: float) -> None:
+        self._core.do(now, lambda: self._state.nvme_limit(num_bytes, now))
+
+    # ---- time
+
+    @property
+    def num_checks(self) -> int:
+        """Tickets whose keys are still to be checked: `check_keys` has work."""
+        return self._writing.num_checks
+
+    @property
+    def is_behind(self) -> bool:
+        return self._writing.is_behind
+
+    def check_keys(self, now: float) -> None:
+        self._writing.check_keys(now)
+
+    def tick(self, now: float) -> None:
+        self._core.do(now, lambda: self._state.tick(now))
+        self._reading.tick(now)
+        self._writing.tick(now)
+        self._operating.tick(now)
+
+    def next_wakeup(self) -> float | None:
+        """When `tick` has something to do next, in node time."""
+        times = (
+            self._core.look(self._state.next_wakeup),
+            self._core.leases.next_deadline(),
+            self._core.seals.next_deadline(),
+            self._operating.next_wakeup(),
+        )
+        return min((time for time in times if time is not None), default=None)
+
+    # ---- the end
+
+    def begin_shutdown(self, now: float) -> None:
+        """Nothing new is granted; what grows is sealed and written."""
+        self.is_stopping = True
+        self._core.do(now, lambda: self._state.begin_shutdown(now))
+
+    def drop_dirty(self, now: float) -> None:
+        self._core.do(now, lambda: self._state.drop_dirty(Reason.SHUTDOWN, now))
+
+    def answer_everybody(self, now: float) -> None:
+        """Who still waits is told that the node ends."""
+        for _, askers in [*self._core.leases.take_all(), *self._core.seals.take_all()]:
+            for asker in askers:
+                self._outbox.reply(asker, shutting_down(asker.request_id), now)

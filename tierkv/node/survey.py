@@ -1,0 +1,210 @@
+"""What the node says about itself: Status, Usage, and the snapshot that metrics are read from. All from sums that are
+kept anyway: nothing is scanned."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from blake3 import blake3
+
+import tierkv
+from tierkv.core.counters import Counters
+from tierkv.core.usage import GroupUsage, TierBytes
+from tierkv.metrics import Snapshot
+from tierkv.metrics.snapshot import copy_counters
+from tierkv.node.core_calls import CoreCalls
+from tierkv.node.mover import NAME as STORAGE
+from tierkv.node.outbox import Outbox
+from tierkv.wire.messages import StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState:
+    """What a survey needs to know beside the core; the front keeps it up to date."""
+
+    incarnation: int
+    data_dir: str
+    has_nvme: bool
+    supervisor_pid: int
+    front_restarts: int
+    started: float  # monotonic
+    is_stopping: bool = False
+    host_problem: str = ""
+    metrics_problem: str = ""
+    supervisor_heard: float = 0.0
+
+
+class Survey:
+    def __init__(self, core: CoreCalls, outbox: Outbox, node: NodeState) -> None:
+        self._core = core
+        self._state = core.state
+        self._worker = core.mover.worker
+        self._outbox = outbox
+        self._node = node
+
+    def status(self, request_id: int, now: float) -> StatusReply:
+        worker, problems = self._worker, tuple(self._problems(now))
+        return StatusReply(
+            id=request_id,
+            state=self._describe(problems),
+            problems=problems,
+            version=tierkv.__version__,
+            incarnation=self._node.incarnation,
+            uptime_seconds=time.monotonic() - self._node.started,
+            data_dir=self._node.data_dir,
+            recovery_stage=worker.stage if self._state.is_recovering else "",
+            recovery_done=worker.done,
+            recovery_total=worker.total,
+            sessions=self._state.num_sessions,
+            leases=self._state.num_leases,
+            tickets=self._state.num_tickets,
+            extents=self._state.num_extents,
+            dirty_extents=self._state.dirty().extents,
+            counters=self._counters(),
+            tiers=self._tiers(),
+            workers=tuple(self._workers(now)),
+        )
+
+    def usage(self, request_id: int) -> UsageReply:
+        return UsageReply(
+            id=request_id, rows=tuple(_usage_row(row) for row in self._state.usage()), tiers=self._tiers()
+        )
+
+    def snapshot(self) -> Snapshot:
+        state, worker, health = self._state, self._worker, self._worker.health
+        dirty = state.dirty()
+        return Snapshot(
+            version=tierkv.__version__,
+            incarnation=self._node.front_restarts + 1,
+            uptime_seconds=time.monotonic() - self._node.started,
+            ready=not state.is_recovering,
+            recovery_seconds=worker.recovered.seconds if worker.recovered else 0.0,
+            core=copy_counters(state.counts),
+            tiers=tuple(state.tiers()),
+            index_bytes=health.index_bytes if health else 0,
+            quarantined_bytes=health.quarantined_bytes if health else 0,
+            quarantined_files=health.quarantined_files if health else 0,
+            dirty_extents=dirty.extents,
+            dirty_bytes=dirty.num_bytes,
+            extents=state.num_extents,
+            groups=len(state.usage()),
+            sessions=state.num_sessions,
+            leases=state.num_leases,
+            tickets=state.num_tickets,
+            queues={
+                "reads": state.num_reads_waiting,
+                "writes": state.num_writes_waiting,
+                "leases": len(self._core.leases),
+                "seals": len(self._core.seals),
+            },
+            latencies={name: latency.copy() for name, latency in self._outbox.latencies.items()},
+            worker_restarts={"front": self._node.front_restarts, STORAGE: worker.restarts},
+            io_errors=dict(_io_errors(worker.errors)),
+            request_errors=dict(self._outbox.errors),
+            dropped_replies=self._outbox.dropped,
+        )
+
+    # ---- parts
+
+    def _describe(self, problems: tuple[str, ...]) -> str:
+        if self._node.is_stopping:
+            return "stopping"
+        if self._state.is_recovering:
+            return "recovering"
+        return "degraded" if problems else "ready"
+
+    def _problems(self, now: float) -> Iterator[str]:
+        worker, health = self._worker, self._worker.health
+        if self._node.host_problem:
+            yield self._node.host_problem
+        if self._node.metrics_problem:
+            yield self._node.metrics_problem
+        if not self._node.has_nvme:
+            return
+        if not worker.is_up:
+            yield f"the storage worker {worker.problem or 'is not running'}; it is being started again"
+        elif worker.is_silent(now):
+            yield f"the storage worker has said nothing for {now - worker.heard:.0f} s"
+        if health is not None and not health.writable:
+            yield f"nvme is not written to: {health.reason or 'unknown'} {health.problem}".rstrip()
+
+    def _workers(self, now: float) -> Iterator[WorkerStatus]:
+        node, worker = self._node, self._worker
+        yield WorkerStatus("supervisor", node.supervisor_pid, "running", 0, max(0.0, now - node.supervisor_heard))
+        yield WorkerStatus("front", os.getpid(), "running", node.front_restarts, 0.0)
+        if node.has_nvme:
+            heard = max(0.0, now - worker.heard)
+            yield WorkerStatus(STORAGE, worker.pid, worker.describe(now), worker.restarts, heard, worker.problem)
+
+    def _tiers(self) -> tuple[TierUsage, ...]:
+        return tuple(self._tier(tier) for tier in self._state.tiers())
+
+    def _tier(self, tier: TierBytes) -> TierUsage:
+        health = self._worker.health if tier.tier == "nvme" else None
+        return TierUsage(
+            tier=tier.tier,
+            capacity_bytes=tier.capacity_bytes,
+            used_bytes=tier.used_bytes,
+            reserved_bytes=tier.reserved_bytes,
+            overhead_bytes=tier.overhead_bytes,
+            index_bytes=health.index_bytes if health else 0,
+            quarantined_bytes=health.quarantined_bytes if health else 0,
+            quarantined_files=health.quarantined_files if health else 0,
+            state="ok" if tier.is_writable else "degraded",
+            reason=tier.reason or "",
+        )
+
+    def _counters(self) -> dict[str, float]:
+        counters = dict(_flatten(self._state.counts))
+        counters |= {f"errors.{code}": count for code, count in self._outbox.errors.items()}
+        counters |= {f"requests.{name}": sum(seen.counts) for name, seen in self._outbox.latencies.items()}
+        counters["dropped_replies"] = self._outbox.dropped
+        counters["skipped_touches"] = self._worker.skipped_touches
+        return counters
+
+
+def _flatten(counts: Counters) -> Iterator[tuple[str, float]]:
+    """`name`, or `name.label` and `name.label.label` for what is counted by reason or tier."""
+    for one in fields(counts):
+        value: Any = getattr(counts, one.name)
+        if isinstance(value, Counter):
+            for label, count in value.items():
+                labels = label if isinstance(label, tuple) else (label,)
+                yield ".".join([one.name, *map(str, labels)]), count
+        else:
+            yield one.name, value
+
+
+def _io_errors(errors: dict[str, int]) -> Iterator[tuple[tuple[str, str], int]]:
+    for name, count in errors.items():
+        operation, _, errno_name = name.partition(" ")
+        yield (operation, errno_name), count
+
+
+def _usage_row(row: GroupUsage) -> UsageRow:
+    identity = row.spec.identity
+    return UsageRow(
+        fingerprint=identity.weights,
+        group=row.spec.group,
+        model_name=row.spec.model_name,
+        adapter=identity.adapter,
+        adapter_name=row.spec.adapter_name,
+        salt=blake3(identity.salt.encode()).hexdigest()[:8] if identity.salt else "",
+        dtype=identity.layout.dtype,
+        layout=identity.layout.engine,
+        block_tokens=identity.layout.block_tokens,
+        block_bytes=identity.layout.total_block_bytes,
+        ranks=row.ranks,
+        extents=row.extents,
+        tokens=row.tokens,
+        host_bytes=row.host_bytes,
+        nvme_bytes=row.nvme_bytes,
+        last_used=row.last_used,
+        persistent=row.persistent,
+        reachable=row.reachable,
+    )
