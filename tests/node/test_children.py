@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,8 +58,8 @@ def test_a_child_is_not_in_the_group_that_a_terminal_signals(modules: Path) -> N
 def test_a_child_ends_when_its_parent_is_killed(modules: Path) -> None:
     (modules / "child.py").write_text(
         "import os, sys, signal\n"
-        "from tierkv.node.children import die_with_parent\n"
-        "die_with_parent(int(sys.argv[1]))\n"
+        "from tierkv.workers.lifeline import end_with_parent\n"
+        "end_with_parent(int(sys.argv[1]))\n"
         "os.write(int(sys.argv[2]), b'%d ' % os.getpid())\n"
         "signal.pause()"
     )
@@ -74,8 +73,6 @@ def test_a_child_ends_when_its_parent_is_killed(modules: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-m", "parent", str(writing)], pass_fds=[writing])
     os.close(writing)
     pid = int(os.read(reading, 32))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(pid, number)  # none of these ends it
     child = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(child, select.POLLIN)

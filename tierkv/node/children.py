@@ -1,20 +1,17 @@
 """Child processes of the supervisor: started so that they end with it, and told dead only by waitpid.
 
 A child is in a process group of its own, so that Ctrl-C in a terminal reaches the supervisor alone, which ends its
-children in order. A child ends by itself when the supervisor does: by the parent-death signal (`die_with_parent`), and
-at the end of file on the pipe that only the supervisor holds the other end of.
+children in order. A child ends by itself when the supervisor does: by the parent-death signal (which follows the thread
+that starts it, so the supervisor starts all from its main thread), and at the end of file on its socket or pipe.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-
-_PR_SET_PDEATHSIG = 1
 
 FIRST_DELAY_SECONDS = 0.1
 LAST_DELAY_SECONDS = 5.0
@@ -43,12 +40,23 @@ class Child:
         status = self.process.poll()
         if status is None:
             return None
-        os.close(self.pidfd)
+        self.wait()
         return describe_exit(status)
+
+    def wait(self) -> None:
+        """Of a child that was killed: until it is gone."""
+        self.process.wait()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
     @property
     def was_killed(self) -> bool:
         return self.process.returncode == -signal.SIGKILL
+
+    @property
+    def succeeded(self) -> bool:
+        return self.process.returncode == 0
 
 
 def describe_exit(status: int) -> str:
@@ -86,13 +94,3 @@ class Backoff:
         if self._in_a_row == 1:
             return now
         return now + min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(self._in_a_row - 2, 16))
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Called first thing in a child: be killed when the thread that started us ends, which is the supervisor's only
-    one. Signals that a terminal or service manager sends to all are ignored: the supervisor says when to stop."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we could ask
-        os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)

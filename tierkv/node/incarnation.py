@@ -1,0 +1,161 @@
+"""One incarnation: an arena, the front that decides about it, and the storage worker that moves its bytes.
+
+A front that ends takes all of it along. The arena's memory stays for as long as processes of engines have it mapped;
+nobody of ours touches it again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack
+
+from tierkv.config import Settings
+from tierkv.node.arena import PAGE_BYTES, STRETCH_BYTES, make_arena, make_generations, open_read_only
+from tierkv.node.arena import populate as populate_pages
+from tierkv.node.children import Child
+from tierkv.node.clock import NodeClock
+from tierkv.node.control import Begin, FrontSettings, HostLimit, WorkerStarted, control_pair
+from tierkv.node.sessions import Memory
+from tierkv.node.socket_folder import node_endpoint
+from tierkv.node.worker_command import WorkerResources, start_worker
+
+FRONT_MODULE = "tierkv.node.front"
+
+
+class Incarnation:
+    """Owns the memory, the control socket and, through `front` and `worker`, the processes."""
+
+    def __init__(self, settings: Settings, clock: NodeClock, lock_fd: int, *, front_restarts: int) -> None:
+        self.number = time.time_ns() // 1_000_000
+        self.is_ready = False
+        self.is_recovered = False
+        self.worker: Child | None = None
+        self.populated_bytes = 0
+        self._settings = settings
+        self._clock = clock
+        self._lock_fd = lock_fd
+        self._lifeline: int | None = None
+        self._huge_pages = settings.huge_pages
+        with ExitStack() as undo:
+            self._arena = make_arena(settings.host_bytes)
+            undo.callback(self._arena.close)
+            self._generations = make_generations(settings.host_bytes)
+            undo.callback(self._generations.close)
+            self._generations_read_only = open_read_only(self._generations.fd)
+            undo.callback(os.close, self._generations_read_only)
+            self.control, front_socket = control_pair()
+            undo.callback(self.control.close)
+            with front_socket:
+                arguments = [str(front_socket.fileno()), str(os.getpid())]
+                self.front = Child(FRONT_MODULE, arguments, [front_socket.fileno()])
+            undo.pop_all()
+        begin = Begin(
+            settings=front_settings(settings),
+            incarnation=self.number,
+            supervisor_pid=os.getpid(),
+            front_restarts=front_restarts,
+            host_limit_bytes=0,
+            wall_zero=clock.wall_zero,
+            monotonic_zero=clock.monotonic_zero,
+        )
+        self.control.send(begin, [self._generations.fd])
+
+    # ---- memory
+
+    def populate(self, limit_bytes: int) -> None:
+        """One stretch more, up to `limit_bytes` in all, told to the front. Raises ConfigError when there is no memory
+        for it."""
+        num_bytes = min(STRETCH_BYTES, limit_bytes - self.populated_bytes)
+        populate_pages(self._arena.fd, self.populated_bytes, num_bytes, huge_pages=self._huge_pages)
+        self.populated_bytes += num_bytes
+
+    def tell_limit(self, problem: str) -> None:
+        self.control.send(HostLimit(num_bytes=self.populated_bytes, problem=problem))
+
+    def memory(self) -> Memory:
+        """What a session gets."""
+        settings = self._settings
+        return Memory(
+            incarnation=self.number,
+            endpoint=node_endpoint(settings.socket_dir),
+            data_dir=str(settings.data_dir or ""),
+            arena_fd=self._arena.fd,
+            arena_bytes=self._arena.num_bytes,
+            generations_fd=self._generations_read_only,
+            page_bytes=PAGE_BYTES,
+        )
+
+    # ---- the storage worker
+
+    def start_worker(self, *, restarts: int, discard_index: bool) -> None:
+        """Its channel goes to the front with the news. After a recovery the front knows what is on disk."""
+        assert self.worker is None, "one at a time: only one process may open the index"
+        front_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        reading, writing = os.pipe()
+        with front_end, worker_end:
+            try:
+                resources = WorkerResources(
+                    channel_fd=worker_end.fileno(),
+                    arena_fd=self._arena.fd,
+                    arena_bytes=self._arena.num_bytes,
+                    lifeline_fd=reading,
+                    lock_fd=self._lock_fd,
+                )
+                self.worker = start_worker(
+                    self._settings,
+                    resources,
+                    self._clock,
+                    sends_rows=not self.is_recovered,
+                    discard_index=discard_index,
+                )
+            except BaseException:
+                os.close(writing)
+                raise
+            finally:
+                os.close(reading)
+            self._lifeline = writing
+            started = WorkerStarted(pid=self.worker.pid, restarts=restarts, sends_rows=not self.is_recovered)
+            self.control.send(started, [front_end.fileno()])
+
+    def worker_ended(self) -> None:
+        """It was reaped."""
+        self.worker = None
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    # ---- the end
+
+    def close(self) -> None:
+        """The front is dead; the worker, if there is one, is told to die and still to be reaped."""
+        self.control.close()
+        if self.worker is not None:
+            self.worker.kill()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        self._arena.close()
+        self._generations.close()
+        os.close(self._generations_read_only)
+
+
+def front_settings(settings: Settings) -> FrontSettings:
+    return FrontSettings(
+        data_dir=str(settings.data_dir or ""),
+        socket_dir=str(settings.socket_dir),
+        host_bytes=settings.host_bytes,
+        nvme_bytes=settings.nvme_bytes,
+        nvme_reserve_bytes=settings.nvme_reserve_bytes,
+        slab_bytes=settings.slab_bytes,
+        extent_bytes=settings.extent_bytes,
+        seal_after_seconds=settings.seal_after_seconds,
+        session_bytes=settings.session_bytes,
+        inflight_writes=settings.inflight_writes,
+        inflight_reads=settings.inflight_reads,
+        touch_seconds=settings.touch_seconds,
+        metrics_port=settings.metrics_port,
+        metrics_host=settings.metrics_host,
+        log_level=settings.log_level,
+    )

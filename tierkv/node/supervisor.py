@@ -1,0 +1,521 @@
+"""The supervisor: `tierkv serve`. Owns the locks, the memory, the session socket and the signals; starts, watches and
+restarts the other processes.
+
+    lock the data directory -> check it -> socket directory -> memory -> incarnation -> loop -> orderly end
+
+    front dies      its worker is killed and waited for, then a new incarnation; the old arena's memory counts as taken
+                    until every session of it is proven to have ended
+    worker dies     waitpid, tell the front, start another; one that died before it had recovered loses its index
+    signal          TERM, INT or HUP: stop accepting, drain within the budget, say what was lost; again: at once
+
+The loop waits in one place and does nothing that takes longer than some ten milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from tierkv.config import Settings
+from tierkv.errors import ConfigError, IncompleteError, TierkvError
+from tierkv.node.arena import STRETCH_BYTES
+from tierkv.node.children import Backoff, Child
+from tierkv.node.clock import NodeClock
+from tierkv.node.control import (
+    AnyControlMessage,
+    ControlFull,
+    ControlMessage,
+    Drained,
+    Ready,
+    ReplaceWorker,
+    SessionClosed,
+    SessionEnded,
+    SessionOpened,
+    Shutdown,
+    WorkerDied,
+    WorkerRecovered,
+)
+from tierkv.node.incarnation import Incarnation
+from tierkv.node.lock import lock_data_directory, lock_socket_directory
+from tierkv.node.memory_room import memory_room, require_memory
+from tierkv.node.sessions import Asked, Ended, Event, HungUp, Knock, Sessions
+from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions, remove_sockets
+from tierkv.storage.directory import DataDirectory
+from tierkv.wire.messages import ErrorCode
+from tierkv.wire.session import SESSION_SOCKET_NAME
+
+GIVE_UP_AFTER = 5
+"""Fronts that died in a row before any was ever ready: starting once more would not help."""
+
+GROWTH_RETRY_SECONDS = 1.0
+SOCKET_CHECK_SECONDS = 20.0
+END_SECONDS = 5.0
+"""What the children get, beyond the draining budget, before they are killed."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: Settings, *, say: Callable[[str], None] = partial(print, flush=True)) -> int:
+    """Serve until a signal; the exit code. Call it from the main thread, which handles the signals.
+
+    `say` gets one line when the node is ready and one at its end. Raises ConfigError, DataDirectoryError and
+    DataDirectoryInUse before anything has been started.
+    """
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s supervisor: %(message)s")
+    with ExitStack() as owned:
+        lock_fd = -1
+        if settings.data_dir is not None:
+            lock = owned.enter_context(lock_data_directory(settings.data_dir, settings.lock_wait_seconds))
+            lock_fd = lock.fd
+            DataDirectory.open(settings.data_dir).close()
+        _require_metrics_address(settings)
+        claim_socket_folder(settings.socket_dir)
+        owned.enter_context(lock_socket_directory(settings.socket_dir))
+        require_memory(settings.host_bytes, settings.lock_wait_seconds)
+        _raise_descriptor_limit()
+        listener = listen_for_sessions(settings.socket_dir)
+        owned.callback(remove_sockets, settings.socket_dir)
+        sessions = Sessions(listener)
+        owned.callback(sessions.close)
+        signals = owned.enter_context(_caught_signals())
+        supervisor = Supervisor(settings, lock_fd, sessions, signals, say)
+        try:
+            return supervisor.serve()
+        finally:
+            supervisor.kill_all()
+
+
+class Supervisor:
+    """`lock_fd` is what workers inherit; -1 for a node without a data directory. `signals` gives a byte for each."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        lock_fd: int,
+        sessions: Sessions,
+        signals: socket.socket,
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._lock_fd = lock_fd
+        self._sessions = sessions
+        self._signals = signals
+        self._say = say
+        self._clock = NodeClock.start()
+        self._incarnation: Incarnation | None = None
+        self._leftover: Child | None = None  # the worker of an incarnation that ended, still to be reaped
+        self._held: dict[int, int] = {}  # incarnation -> bytes of its arena that engines may still have mapped
+        self._waiting: list[Knock] = []  # have said hello while no front was ready
+        self._front_backoff = Backoff()
+        self._worker_backoff = Backoff()
+        self._front_due: float | None = 0.0
+        self._worker_due: float | None = None
+        self._growth_due: float | None = None
+        self._socket_check_due = time.monotonic() + SOCKET_CHECK_SECONDS
+        self._socket_inode = self._find_socket()
+        self._was_ready = False
+        self._was_announced = False
+        self._early_deaths = 0  # workers in a row that died before they had recovered
+        self._end_due: float | None = None
+        self._drained: Drained | None = None
+        self._poll = select.poll()
+        self._polled: dict[int, int] = {}
+
+    # ---- the loop
+
+    def serve(self) -> int:
+        """Until the end; the exit code."""
+        while not self._is_over():
+            ready = self._wait()
+            if self._signals.fileno() in ready:
+                self._on_signals()
+            self._take_control()
+            self._reap()
+            for event in self._sessions.poll():
+                self._on_session(event)
+            self._do_what_is_due()
+            if self._incarnation is not None:
+                self._incarnation.control.flush()
+        return self._sum_up()
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._end_due is not None
+
+    def _is_over(self) -> bool:
+        return self._is_stopping and self._incarnation is None and self._leftover is None
+
+    def _wait(self) -> set[int]:
+        wanted = {self._signals.fileno(): select.POLLIN, self._sessions.fileno(): select.POLLIN}
+        if (incarnation := self._incarnation) is not None:
+            writes = select.POLLOUT if incarnation.control.wants_write else 0
+            if not incarnation.control.ended:
+                wanted[incarnation.control.fileno()] = select.POLLIN | writes
+            wanted[incarnation.front.pidfd] = select.POLLIN
+        if (worker := self._leftover or (incarnation.worker if incarnation else None)) is not None:
+            wanted[worker.pidfd] = select.POLLIN
+        for fd in self._polled.keys() - wanted.keys():
+            self._poll.unregister(fd)
+        for fd, events in wanted.items():
+            self._poll.register(fd, events)
+        self._polled = wanted
+        return {fd for fd, _ in self._poll.poll(self._timeout_milliseconds())}
+
+    def _timeout_milliseconds(self) -> float:
+        times = (
+            self._front_due,
+            self._worker_due,
+            self._growth_due,
+            self._socket_check_due,
+            self._end_due,
+            self._sessions.next_deadline(),
+        )
+        due = min(time for time in times if time is not None)
+        return max(0.0, (due - time.monotonic()) * 1000 + 1)  # a millisecond late rather than a round early
+
+    def _do_what_is_due(self) -> None:
+        now = time.monotonic()
+        if self._front_due is not None and self._front_due <= now and self._leftover is None:
+            self._front_due = None
+            self._begin_incarnation(now)
+        if self._worker_due is not None and self._worker_due <= now:
+            self._worker_due = None
+            self._start_worker(now)
+        if self._growth_due is not None and self._growth_due <= now:
+            self._grow(now)
+        if self._socket_check_due <= now:
+            self._socket_check_due = now + SOCKET_CHECK_SECONDS
+            self._check_socket()
+        if self._end_due is not None and self._end_due <= now:
+            log.error("the node did not end in time; killing what is left of it")
+            self._end_due = now + END_SECONDS
+            self._kill_children()
+        self._sessions.expire()
+
+    # ---- incarnations
+
+    def _begin_incarnation(self, now: float) -> None:
+        if self._is_stopping:
+            return
+        self._front_backoff.started(now)
+        try:
+            restarts = self._front_backoff.restarts
+            self._incarnation = Incarnation(self._settings, self._clock, self._lock_fd, front_restarts=restarts)
+        except ConfigError as error:
+            log.error("no new front: %s", error)
+            self._front_due = self._front_backoff.died(now)
+            return
+        log.info("front %d, incarnation %d", self._incarnation.front.pid, self._incarnation.number)
+        self._growth_due = now
+        self._early_deaths = 0
+        if self._settings.data_dir is not None:
+            self._start_worker(now)
+
+    def _front_died(self, how: str, now: float) -> None:
+        """All of its incarnation goes. What its worker writes to the old arena harms nobody, but only one may have the
+        index open: the next begins when this one's death is proven."""
+        incarnation = self._incarnation
+        assert incarnation is not None
+        if not (self._is_stopping and self._drained is not None):
+            log.error("front %d %s", incarnation.front.pid, how)
+        self._incarnation = None
+        self._leftover = incarnation.worker
+        self._worker_due = self._growth_due = None
+        incarnation.close()
+        self._sessions.tell_ended(incarnation.number)
+        if self._sessions.count(incarnation.number):
+            self._held[incarnation.number] = incarnation.populated_bytes
+        if self._is_stopping:
+            return
+        if not self._was_ready and self._front_backoff.in_a_row + 1 >= GIVE_UP_AFTER:
+            raise TierkvError(f"the front does not start: it {how}, {GIVE_UP_AFTER} times in a row; see the log")
+        self._front_due = self._front_backoff.died(now)
+
+    def _reap(self) -> None:
+        now = time.monotonic()
+        if self._leftover is not None and self._leftover.reap() is not None:
+            self._leftover = None
+        incarnation = self._incarnation
+        if incarnation is None:
+            return
+        if incarnation.worker is not None and (how := incarnation.worker.reap()) is not None:
+            self._worker_died(incarnation, incarnation.worker, how, now)
+        if (how := incarnation.front.reap()) is not None:
+            self._take_control()  # its last words
+            self._front_died(how, now)
+
+    def _kill_children(self) -> None:
+        if self._incarnation is not None:
+            self._incarnation.front.kill()
+            if self._incarnation.worker is not None:
+                self._incarnation.worker.kill()
+        if self._leftover is not None:
+            self._leftover.kill()
+
+    def kill_all(self) -> None:
+        """Whatever the reason we end: no child outlives us."""
+        self._kill_children()
+        if self._incarnation is not None:
+            self._incarnation.front.wait()
+            self._leftover = self._leftover or self._incarnation.worker
+            self._incarnation.close()
+            self._incarnation = None
+        if self._leftover is not None:
+            self._leftover.wait()
+            self._leftover = None
+
+    # ---- the storage worker
+
+    def _start_worker(self, now: float) -> None:
+        if self._incarnation is None or self._incarnation.worker is not None:
+            return
+        self._worker_backoff.started(now)
+        discard = self._should_discard_index()
+        restarts = self._worker_backoff.restarts
+        self._incarnation.start_worker(restarts=restarts, discard_index=discard)
+        if discard:
+            log.warning("setting the index aside: %d storage workers died with it", self._early_deaths)
+
+    def _worker_died(self, incarnation: Incarnation, worker: Child, how: str, now: float) -> None:
+        incarnation.worker_ended()
+        self._tell(incarnation, WorkerDied(pid=worker.pid, problem=how))
+        if self._is_stopping and worker.succeeded:
+            return
+        log.error("storage worker %d %s", worker.pid, how)
+        if not incarnation.is_recovered:
+            # A kill says nothing about the index the first time: the kernel may have needed memory.
+            self._early_deaths += 1 if worker.was_killed else 2
+        self._worker_due = self._worker_backoff.died(now)
+
+    def _should_discard_index(self) -> bool:
+        """A damaged index can take down the process that opens it."""
+        return self._early_deaths >= 2
+
+    # ---- control messages
+
+    def _take_control(self) -> None:
+        incarnation = self._incarnation
+        while incarnation is not None and (found := incarnation.control.receive()) is not None:
+            self._on_control(incarnation, found[0])
+
+    def _on_control(self, incarnation: Incarnation, message: AnyControlMessage) -> None:
+        match message:
+            case Ready():
+                incarnation.is_ready = self._was_ready = True
+                waiting, self._waiting = self._waiting, []
+                for knock in waiting:
+                    self._grant(knock)
+                self._announce(incarnation)
+            case WorkerRecovered():
+                incarnation.is_recovered = True
+                self._early_deaths = 0
+                self._announce(incarnation)
+            case ReplaceWorker():
+                if incarnation.worker is not None and incarnation.worker.pid == message.pid:
+                    log.error("replacing storage worker %d: %s", message.pid, message.problem)
+                    incarnation.worker.kill()
+            case Drained():
+                self._drained = message
+            case _:
+                raise TierkvError(f"a supervisor is not told {type(message).__name__}")
+
+    def _announce(self, incarnation: Incarnation) -> None:
+        is_recovered = incarnation.is_recovered or self._settings.data_dir is None
+        if incarnation.is_ready and is_recovered and not self._was_announced:
+            self._was_announced = True
+            self._say(f"ready: {self._settings.socket_dir}")
+
+    def _tell(self, incarnation: Incarnation, message: ControlMessage) -> None:
+        try:
+            incarnation.control.send(message)
+        except ControlFull:
+            log.error("front %d has stopped reading; ending it", incarnation.front.pid)
+            incarnation.front.kill()
+
+    # ---- sessions
+
+    def _on_session(self, event: Event) -> None:
+        match event:
+            case Asked():
+                self._asked(event.knock)
+            case HungUp():
+                self._tell_of_session(event.session.incarnation, SessionClosed(token=event.session.token))
+            case Ended():
+                self._tell_of_session(event.session.incarnation, SessionEnded(token=event.session.token))
+                self._let_go(event.session.incarnation)
+
+    def _asked(self, knock: Knock) -> None:
+        if self._is_stopping:
+            self._sessions.refuse(knock, ErrorCode.SHUTTING_DOWN, "the node is shutting down")
+        elif self._incarnation is not None and self._incarnation.is_ready:
+            self._grant(knock)
+        else:
+            self._waiting = [one for one in self._waiting if self._sessions.is_waiting(one)]
+            self._waiting.append(knock)
+
+    def _grant(self, knock: Knock) -> None:
+        """The front hears of the session before the client learns its token."""
+        incarnation = self._incarnation
+        if incarnation is None or not self._sessions.is_waiting(knock) or knock.hello is None:
+            return
+        token = self._sessions.new_token()
+        opened = SessionOpened(token=token, pid=knock.pid, client=knock.hello.client, maps_arena=knock.hello.maps_arena)
+        if incarnation.control.send_now(opened):
+            self._sessions.grant(knock, token, incarnation.memory())
+        else:
+            self._sessions.refuse(knock, ErrorCode.TIMEOUT, "the front does not answer; try again")
+
+    def _tell_of_session(self, number: int, message: ControlMessage) -> None:
+        if self._incarnation is not None and self._incarnation.number == number:
+            self._tell(self._incarnation, message)
+
+    # ---- memory
+
+    def _let_go(self, number: int) -> None:
+        """A session has ended: perhaps the last one of an arena that nobody decides about any more."""
+        if number in self._held and not self._sessions.count(number):
+            log.info("the arena of incarnation %d is free", number)
+            del self._held[number]
+            self._growth_due = time.monotonic()
+
+    def _limit_bytes(self) -> int:
+        return max(0, self._settings.host_bytes - sum(self._held.values()))
+
+    def _grow(self, now: float) -> None:
+        """One stretch more of the arena, until it is as large as it may be."""
+        self._growth_due = None
+        incarnation = self._incarnation
+        if incarnation is None:
+            return
+        missing = self._limit_bytes() - incarnation.populated_bytes
+        problem = self._memory_problem()
+        if missing <= 0:
+            incarnation.tell_limit(problem)
+            return
+        if (room := memory_room()).num_bytes < min(missing, STRETCH_BYTES):
+            problem = f"host memory: {room.name} has no more of it now; {missing} bytes are missing"
+            self._growth_due = now + GROWTH_RETRY_SECONDS
+        else:
+            try:
+                incarnation.populate(self._limit_bytes())
+                self._growth_due = now
+            except ConfigError as error:
+                problem = str(error)
+                self._growth_due = now + GROWTH_RETRY_SECONDS
+        incarnation.tell_limit(problem)
+
+    def _memory_problem(self) -> str:
+        if not self._held:
+            return ""
+        held = sum(self._held.values())
+        return f"host memory: {held} bytes are still mapped by engines of {len(self._held)} earlier front(s)"
+
+    # ---- sockets and signals
+
+    def _find_socket(self) -> int | None:
+        try:
+            return os.stat(self._settings.socket_dir / SESSION_SOCKET_NAME, follow_symlinks=False).st_ino
+        except OSError:
+            return None
+
+    def _check_socket(self) -> None:
+        """A cleaner of temporary files may have deleted the socket's file: nobody new could connect."""
+        if self._is_stopping or self._find_socket() == self._socket_inode:
+            return
+        log.warning("the session socket was deleted or replaced; making it again")
+        try:
+            claim_socket_folder(self._settings.socket_dir)
+            self._sessions.replace_listener(listen_for_sessions(self._settings.socket_dir))
+        except ConfigError as error:
+            log.error("nobody new can connect: %s", error)
+            return
+        self._socket_inode = self._find_socket()
+
+    def _on_signals(self) -> None:
+        for number in self._signals.recv(64):
+            if number in STOP_SIGNALS:
+                self._stop(signal.Signals(number).name)
+
+    def _stop(self, name: str) -> None:
+        """The first time: drain within the budget. Again: at once."""
+        budget = 0.0 if self._is_stopping else self._settings.drain_seconds
+        log.info("%s: stopping within %g s", name, budget)
+        self._end_due = time.monotonic() + budget + END_SECONDS
+        self._front_due = None
+        self._sessions.stop_accepting()
+        if self._incarnation is not None:
+            self._tell(self._incarnation, Shutdown(budget_seconds=budget))
+
+    def _sum_up(self) -> int:
+        if self._drained is None:
+            self._say("stopped: flushed=unknown dropped=unknown (the front did not live to say)")
+            return IncompleteError.exit_code
+        drained = self._drained
+        self._say(
+            f"stopped: flushed={drained.flushed_bytes} dropped={drained.dropped_bytes} "
+            f"(bytes, of {drained.flushed_extents} and {drained.dropped_extents} extents)"
+        )
+        return 0
+
+
+@contextmanager
+def _caught_signals() -> Iterator[socket.socket]:
+    """A socket on which each stop signal is one byte, its number. Other threads and blocking calls change nothing."""
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    previous = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reading.close()
+        writing.close()
+
+
+def _require_metrics_address(settings: Settings) -> None:
+    """The front serves it later, in a thread; here a mistake can still be told as one."""
+    if settings.metrics_port is None:
+        return
+    family = socket.AF_INET6 if ":" in settings.metrics_host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.metrics_host, settings.metrics_port))
+        except OSError as error:
+            where = f"{settings.metrics_host} port {settings.metrics_port}"
+            raise ConfigError("metrics_port", f"can't listen on {where}: {error.strerror}") from error
+
+
+def _raise_descriptor_limit() -> None:
+    """Two for each session; what the administrator allows is taken."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main(arguments: list[str]) -> int:
+    """For tests and debugging: `python -m tierkv.node.supervisor name=value ...`; operators use `tierkv serve`."""
+    given = dict(argument.split("=", 1) for argument in arguments)
+    try:
+        return run(Settings(**given))  # type: ignore[arg-type]
+    except TierkvError as error:
+        print(f"tierkv: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
