@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from tierkv.errors import BrokenInvariant, StorageError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.names import TEMP, Parts
 from tierkv.storage.system_calls import call
+
+log = logging.getLogger(__name__)
 
 
 class TempFile:
@@ -27,8 +30,13 @@ class TempFile:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.fd)
-        if self._name is not None:
+        if self._name is None:
+            return
+        try:
             self._directory.remove_temp(self._name)
+        except StorageError as error:
+            # What is told is why the file was not finished, not that it could not be cleared away: the next start does.
+            log.warning("%s is left in tmp/: %s", self._name, error)
 
     def flush(self) -> None:
         call("fdatasync", os.fdatasync, self.fd)
