@@ -54,15 +54,12 @@ class ArenaMap:
 def _require_size(name: str, fd: int, expected: int) -> None:
     """Mapped memory behind the end of its file would kill this process at the first touch (SIGBUS)."""
     found = os.fstat(fd).st_size
-    if found < expected:
+    if not 0 < expected <= found:
         raise OSError(f"{name}: the node promised {expected} bytes and handed out {found}")
 
 
 def _map(fd: int, num_bytes: int, protection: int) -> mmap.mmap:
-    try:
-        mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection)
-    except ValueError as refusal:  # zero or senseless lengths
-        raise OSError(f"{num_bytes} bytes can't be mapped: {refusal}") from refusal
+    mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection)
     mapped.madvise(mmap.MADV_DONTFORK)
     _mapped.add(mapped)
     return mapped
