@@ -205,7 +205,7 @@ class Cascade:
                 self._write_queue.popleft()
                 continue
             need = self._need(extent)
-            verdict = self._room_on_nvme(need, now)
+            verdict = self._room_on_nvme(need, extent.nvme_bytes, now)
             if verdict is Reason.PENDING:
                 return
             self._write_queue.popleft()
@@ -215,14 +215,16 @@ class Cascade:
                 self._drop_queued(extent, verdict, now)
 
     def _need(self, extent: Extent) -> int:
+        """Not less than what a worker that died may have left of it."""
         group = self._ledger.group_of(extent)
-        return group.ranks * group.file_bytes(extent.num_blocks)
+        return max(extent.nvme_bytes, group.ranks * group.file_bytes(extent.num_blocks))
 
-    def _room_on_nvme(self, need: int, now: float) -> Reason | None:
+    def _room_on_nvme(self, need: int, reserved: int, now: float) -> Reason | None:
         """None: there is room. PENDING: there will be when removals end. Else why there is none."""
         capacity = self._ledger.limits.nvme_bytes
         if need > capacity - self.overhead_bytes:
             return Reason.LARGER_THAN_TIER
+        need -= reserved
         if self._nvme_free() >= need:
             return None
         slack = capacity // 64  # evict in batches, not one for each write
@@ -241,8 +243,8 @@ class Cascade:
         ledger = self._ledger
         group = ledger.group_of(extent)
         extent.move(NvmeEvent.ISSUE)
+        self.nvme_reserved += need - extent.nvme_bytes
         extent.nvme_bytes = need
-        self.nvme_reserved += need
         ledger.hold(extent, _WRITE_HOLD, extent.num_blocks)
         assert extent.tokens is not None
         for rank in range(group.ranks):
@@ -290,13 +292,9 @@ class Cascade:
             return
         ledger = self._ledger
         self._writes_in_flight -= 1
-        self.nvme_reserved -= extent.nvme_bytes
         written = self._written_bytes.pop(extent, 0)
         reason = self._failed_writes.pop(extent, None)
-        if reason is None:
-            extent.nvme_bytes = written
-        self.nvme_used += extent.nvme_bytes
-        ledger.group_of(extent).nvme_bytes += extent.nvme_bytes
+        self._book_file(extent, extent.nvme_bytes if reason is not None else written)
         if reason is not None:
             extent.move(NvmeEvent.FAILED)
             self._count_dropped(extent, reason)
@@ -313,11 +311,19 @@ class Cascade:
         self._neighbours_changed(extent)
         self.pump(now)
 
+    def _book_file(self, extent: Extent, num_bytes: int) -> None:
+        """What was reserved for a write is a file now, or may be one."""
+        self.nvme_reserved -= extent.nvme_bytes
+        self.nvme_used += num_bytes
+        self._ledger.group_of(extent).nvme_bytes += num_bytes
+        extent.nvme_bytes = num_bytes
+
     def _drop_queued(self, extent: Extent, reason: Reason, now: float) -> None:
         """A queued extent will not be written. What an earlier worker may have written of it is removed."""
         self._count_dropped(extent, reason)
         if extent.is_stray:
             extent.move(NvmeEvent.ISSUE)
+            self._book_file(extent, extent.nvme_bytes)
             extent.move(NvmeEvent.FAILED)
             self._issue_removes(extent)
         else:
@@ -636,9 +642,7 @@ class Cascade:
             extent.ops.clear()
             self._failed_writes.pop(extent, None)
             self._written_bytes.pop(extent, None)
-            self.nvme_reserved -= extent.nvme_bytes
-            extent.nvme_bytes = 0
-            extent.move(NvmeEvent.WORKER_DIED)
+            extent.move(NvmeEvent.WORKER_DIED)  # its bytes stay reserved: there may be a file
             ledger.unhold(extent, _WRITE_HOLD)
             extent.is_stray = True
             if extent.in_tree and not extent.condemned:
@@ -709,7 +713,7 @@ class Cascade:
         """Raises BrokenInvariant when the bytes counted per state are not those of the extents in it."""
         known = set(self._ledger.tree) | self.extents_in_operations()
         used = sum(e.nvme_bytes for e in known if e.nvme in (NvmeState.PRESENT, NvmeState.REMOVING))
-        reserved = sum(e.nvme_bytes for e in known if e.nvme is NvmeState.WRITING)
+        reserved = sum(e.nvme_bytes for e in known if e.nvme in (NvmeState.WRITING, NvmeState.QUEUED))
         removing = sum(e.nvme_bytes for e in known if e.nvme is NvmeState.REMOVING)
         counted = (self.nvme_used, self.nvme_reserved, self.removing_bytes)
         if counted != (used, reserved, removing):
