@@ -164,6 +164,40 @@ def test_an_error_while_one_piece_is_hashed_waits_for_the_hashing(
     assert finished.is_set()
 
 
+def test_a_file_on_a_bad_sector_can_be_replaced(directory: DataDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sample()
+    sample.write(directory)
+    inode = path_of(directory, sample.name).stat().st_ino
+    with monkeypatch.context() as patch:
+        Fault(patch, "pread", errno.EIO)
+        sample.write(directory)
+    assert path_of(directory, sample.name).stat().st_ino != inode
+    assert sample.read(directory).valid == 3
+
+
+def test_the_bytes_are_on_disk_before_the_name(directory: DataDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that any crash leaves a whole file or none: nothing is written after the flush, and the rename comes last."""
+    order: list[str] = []
+
+    def record(operation: str) -> None:
+        real = getattr(os, operation)
+
+        def recorded(*args: object, **kwargs: object) -> object:
+            order.append(operation)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, operation, recorded)
+
+    for operation in ("pwritev", "write", "fdatasync", "rename", "fsync"):
+        record(operation)
+    sample = Sample()
+    written = sample.write(directory)
+    assert order == ["pwritev", "pwritev", "fdatasync", "rename"]
+    for folder in written.flush:
+        directory.flush(folder)
+    assert set(order[4:]) == {"fsync"}
+
+
 def test_a_folder_that_vanishes_before_the_rename_is_made_again(
     directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,13 @@ def test_a_file_that_is_gone_is_no_error(directory: DataDirectory) -> None:
     assert not quarantine(directory).set_aside(Sample().name, Reason.CHECKSUM, NOW)
 
 
+def test_a_quarantine_that_somebody_removed_is_made_again(directory: DataDirectory) -> None:
+    aside = quarantine(directory)
+    (directory.path / "quarantine").rmdir()
+    assert aside.set_aside(stored(directory).name, Reason.CHECKSUM, NOW)
+    assert len(entries(directory)) == 1
+
+
 def test_a_link_or_a_folder_is_not_ours_to_move(directory: DataDirectory, tmp_path: Path) -> None:
     sample = Sample()
     path = path_of(directory, sample.name)

@@ -206,15 +206,15 @@ def _slots(arena: memoryview, offsets: list[int], block_bytes: int) -> list[memo
 
 
 def _refuse_to_replace(folder_fd: int, file: str) -> None:
-    """Nothing there, or a file of a version we know, or a damaged one, may be replaced. Raises UnknownFormat or
-    ForeignFile for the rest."""
+    """Nothing there, or a file of a version we know, or one that is damaged or can't be read, may be replaced. Raises
+    UnknownFormat or ForeignFile for the rest."""
     try:
         with open_regular(folder_fd, file) as (fd, found):
             start = call("pread", os.pread, fd, PREFIX_BYTES, 0)
             if decode_prefix(start).version not in READERS:
                 load_header(fd, found.st_size)
     except StorageError as error:
-        if error.errno_name != "ENOENT":
+        if error.errno_name not in ("ENOENT", "EIO"):
             raise
     except DamagedFile:
         return

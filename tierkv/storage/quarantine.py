@@ -91,7 +91,7 @@ class Quarantine:
         return [one.file for one in self._kept]
 
     def _listed(self) -> deque[_Kept]:
-        with self._directory.folder((QUARANTINE,)) as fd:
+        with self._directory.folder((QUARANTINE,), create=True) as fd:
             found = [_look(fd, file) for file in call("listdir", os.listdir, fd)]
         return deque(sorted((one for one in found if one is not None), key=lambda one: (one.time, one.number)))
 
@@ -99,11 +99,12 @@ class Quarantine:
         time = datetime.fromtimestamp(now, UTC).strftime(_TIME)
         file = f"{time}-{reason}-{self._number}-{name.group.hex()}-{name.rank}-{name.file}"
         try:
-            with self._directory.folder(name.folder) as from_fd, self._directory.folder((QUARANTINE,)) as to_fd:
+            with self._directory.folder(name.folder) as from_fd:
                 found = call("stat", os.stat, name.file, dir_fd=from_fd, follow_symlinks=False)
                 if not stat.S_ISREG(found.st_mode):
                     return None
-                call("rename", os.rename, name.file, file, src_dir_fd=from_fd, dst_dir_fd=to_fd)
+                with self._directory.folder((QUARANTINE,), create=True) as to_fd:
+                    call("rename", os.rename, name.file, file, src_dir_fd=from_fd, dst_dir_fd=to_fd)
         except StorageError as error:
             if error.errno_name != "ENOENT":
                 raise
@@ -111,7 +112,7 @@ class Quarantine:
         return _Kept(file, now, self._number, found.st_blocks * 512)
 
     def _keep_bounds(self, now: float) -> None:
-        with self._directory.folder((QUARANTINE,)) as fd:
+        with self._directory.folder((QUARANTINE,), create=True) as fd:
             while self._kept:
                 oldest = self._kept[0]
                 if self._num_bytes <= self._max_bytes and now - oldest.time <= self._max_age_seconds:
