@@ -21,9 +21,11 @@ from transformers.cache_utils import (
 from tierkv.errors import UnsupportedModel
 
 PROBE_TOKENS = 16
-# Splitting a prompt changes the order of sums, so rounding: about 1 % in bf16. A token that sees its successors
-# changes the KV behind the first layer altogether.
-PROBE_TOLERANCE = 0.1
+# Splitting a prompt changes the order of sums, so rounding: 2 % after the 30 layers of a small model in bf16. Where a
+# token sees its successors, the KV is another one: 60 % there. Ids are spread, because the first few of a vocabulary
+# are often special ones that a model hardly tells apart, and there rounding alone makes 12 %.
+PROBE_TOLERANCE = 0.2
+PROBE_STRIDE = 7_919
 
 LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope"})
 
@@ -59,7 +61,8 @@ def check_state(model: Any) -> None:
 def probe(model: Any) -> DynamicCache:
     """Prove on the model itself that a prefix may be computed alone: PROBE_TOKENS tokens in one pass and in two must
     give the same KV but for rounding. Returns the cache of the one pass, whose layers show the shapes."""
-    tokens = torch.arange(PROBE_TOKENS).remainder(model.config.vocab_size - 1).unsqueeze(0) + 1
+    spread = torch.arange(1, PROBE_TOKENS + 1) * PROBE_STRIDE
+    tokens = spread.remainder(model.config.vocab_size - 1).unsqueeze(0) + 1
     half = PROBE_TOKENS // 2
     with torch.inference_mode():
         whole, split = DynamicCache(config=model.config), DynamicCache(config=model.config)
