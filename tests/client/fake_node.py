@@ -115,6 +115,7 @@ class FakeNode:
         self.host_limit: int | None = None
         self.client_of_request = b""
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._arrived = threading.Condition()
         self._wake, self._woken = socket.socketpair()
         self._sessions: dict[int, tuple[socket.socket, int]] = {}
         self._context = zmq.Context()
@@ -131,13 +132,19 @@ class FakeNode:
 
     # ---- called by tests
 
-    def come(self, *, notice: bool = False) -> None:
+    def come(self) -> None:
         """Start serving, as a new incarnation."""
-        self._call(lambda: self._come(notice))
+        self._call(self._come)
 
     def restart_front(self, *, notice: bool) -> None:
-        """A new front and arena under the same supervisor: the session sockets stay open."""
+        """A new front and arena under the same supervisor: the session sockets stay open. Without notice the ROUTER
+        stays too, so that the client learns of it from a reply and from nothing else."""
         self._call(lambda: self._restart_front(notice))
+
+    def lose_front(self) -> None:
+        """As `restart_front`, but with neither notice nor reply: what is sent before the client's socket has seen the
+        end of the connection is lost."""
+        self._call(self._lose_front)
 
     def go(self) -> None:
         """Everything is gone at once, as after a kill -9 of all processes. The socket files stay."""
@@ -158,6 +165,11 @@ class FakeNode:
     def saw(self, kind: type[Request]) -> list[Any]:
         self.settle()
         return [request for request in self.requests if isinstance(request, kind)]
+
+    def wait_for(self, kind: type[Request]) -> None:
+        """Until a request of this kind has been seen."""
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: any(isinstance(asked, kind) for asked in self.requests), 10)
 
     @property
     def open_grants(self) -> int:
@@ -205,7 +217,7 @@ class FakeNode:
                 elif ready in self._sessions:
                     self._read_session(ready)
 
-    def _come(self, notice: bool) -> None:
+    def _come(self) -> None:
         self._new_memory()
         self._bind_router()
         path = self.directory / SESSION_SOCKET_NAME
@@ -232,14 +244,19 @@ class FakeNode:
         return f"ipc://{self.directory / NODE_SOCKET_NAME}"
 
     def _restart_front(self, notice: bool) -> None:
-        self._close_router()
         before = self.incarnation
+        if not notice:
+            self._new_memory()
+            return
+        self._lose_front()
+        for connection, incarnation in self._sessions.values():
+            if incarnation == before:
+                connection.send(encode_packet(IncarnationEnded(incarnation=before)))
+
+    def _lose_front(self) -> None:
+        self._close_router()
         self._new_memory()
         self._bind_router()
-        if notice:
-            for connection, incarnation in self._sessions.values():
-                if incarnation == before:
-                    connection.send(encode_packet(IncarnationEnded(incarnation=before)))
 
     def _close_router(self) -> None:
         if self._router is not None:
@@ -314,7 +331,9 @@ class FakeNode:
         if isinstance(request, Malformed):
             self._router.send_multipart([client, encode(request.error)])
             return
-        self.requests.append(request)
+        with self._arrived:
+            self.requests.append(request)
+            self._arrived.notify_all()
         self.client_of_request = client
         reply = self._reply(request)
         behaviours = self.script[type(request)]

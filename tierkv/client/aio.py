@@ -58,7 +58,7 @@ async def connect(
 ) -> Client:
     """As `tierkv.client.connect`: fails open, raises ConfigError for nonsense."""
     client = Client(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=True))
-    await client.is_connected()
+    await client._run(client._verbs.connect())
     return client
 
 
@@ -126,7 +126,7 @@ class Operator:
         return self._progress(lambda: verify_step(self._verbs, chosen, repair), Verify, chosen)
 
     async def is_connected(self) -> bool:
-        return await self._run(self._verbs.connect()) is None
+        return await self._run(self._verbs.ping()) is None
 
     @property
     def problem(self) -> str:

@@ -57,7 +57,7 @@ def connect(
     TIERKV_DATA_DIR). Fails open: a node that is away makes every call a quick miss, until it is back. Raises
     ConfigError for nonsense."""
     client = Client(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=True))
-    client.is_connected()
+    client._run(client._verbs.connect())
     return client
 
 
@@ -117,8 +117,8 @@ class Operator:
         return self._progress(lambda: verify_step(self._verbs, chosen, repair), Verify, chosen)
 
     def is_connected(self) -> bool:
-        """Whether the node answers now. Opens the session if there is none."""
-        return self._run(self._verbs.connect()) is None
+        """Whether the node answers now; asks it."""
+        return self._run(self._verbs.ping()) is None
 
     @property
     def problem(self) -> str:

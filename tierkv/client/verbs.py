@@ -114,6 +114,11 @@ class Verbs:
         session = yield from self._ready(self.budget().until)
         return self._reason(session) if isinstance(session, Failure) else None
 
+    def ping(self) -> Verb[Reason | None]:
+        """Whether the node answers now: None when it does."""
+        answer = yield from self.ask(Hello, self.budget(), protocol=PROTOCOL_VERSION)
+        return self._reason(answer) if isinstance(answer, Failure) else None
+
     def session_token(self) -> Verb[bytes]:
         session = yield from self._ready(self.budget().until)
         return b"" if isinstance(session, Failure) else session.token
