@@ -165,7 +165,7 @@ def test_different_keys_run_side_by_side() -> None:
     queue = KeyQueue(num_threads=3)
     together = threading.Barrier(3)
     for number in range(3):
-        queue.submit(Operation(number, Urgency.READ, lambda: together.wait(SECONDS) and None), timeout_seconds=SECONDS)
+        queue.submit(Operation(number, Urgency.READ, lambda: void(together.wait(SECONDS))), timeout_seconds=SECONDS)
     assert queue.wait_idle(SECONDS)
     assert not together.broken
     assert queue.close(SECONDS)

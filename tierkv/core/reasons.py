@@ -30,6 +30,7 @@ class Reason(StrEnum):
     IO_ERROR = "io_error"
     DISK_FULL = "disk_full"
     READ_ONLY = "read_only"
+    DATA_DIR_GONE = "data_dir_gone"  # removed or replaced under a running node
     WORKER_DIED = "worker_died"
     # grants and sessions
     DEADLINE = "deadline"
