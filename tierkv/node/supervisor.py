@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, IncompleteError, TierkvError
@@ -66,7 +65,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
 
-def run(settings: Settings, *, say: Callable[[str], None] = partial(print, flush=True)) -> int:
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
     """Serve until a signal; the exit code. Call it from the main thread, which handles the signals.
 
     `say` gets one line when the node is ready and one at its end. Raises ConfigError, DataDirectoryError and

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.node.kit import BLOCK_BYTES, Kit
+from tests.node.test_reading_and_writing import flush, store
+from tierkv.core.instructions import Stop, Stopped, Write, WriteDone
+from tierkv.node.control import Drained
+from tierkv.node.draining import STOP_SECONDS, Draining
+
+
+@pytest.fixture
+def durable() -> Iterator[Kit]:
+    kit = Kit(nvme_bytes=2**20)
+    kit.start_worker()
+    kit.open()
+    kit.instructions()
+    yield kit
+    kit.close()
+
+
+def begin(kit: Kit, budget_seconds: float = 10.0) -> Draining:
+    return Draining(kit.core, kit.service, budget_seconds, kit.now)
+
+
+def test_a_node_in_memory_only_has_nothing_to_drain() -> None:
+    kit = Kit()
+    kit.open()
+    store(kit, 2)
+    assert begin(kit).step(kit.now) == Drained(flushed_extents=0, flushed_bytes=0, dropped_extents=0, dropped_bytes=0)
+
+
+def test_what_is_dirty_is_written_then_the_worker_stops_then_it_is_over(durable: Kit) -> None:
+    store(durable, 2)
+    draining = begin(durable)
+    assert draining.step(durable.now) is None
+    flush(durable)
+    assert draining.step(durable.now) is None
+    assert [type(i) for i in durable.instructions()] == [Stop]
+    durable.report(Stopped())
+    drained = draining.step(durable.now)
+    assert drained == Drained(flushed_extents=1, flushed_bytes=8192, dropped_extents=0, dropped_bytes=0)
+
+
+def test_when_the_budget_is_spent_the_rest_is_dropped_and_counted(durable: Kit) -> None:
+    for start in range(3):  # two may be in flight, one is queued
+        store(durable, 1, grant=bytes([start]) * 16, start=1_000 * start)
+    draining = begin(durable, budget_seconds=1.0)
+    assert draining.next_wakeup() == durable.now + 1.0
+    durable.now += 1.0
+    assert draining.step(durable.now) is None
+    writes = [i for i in durable.instructions() if isinstance(i, Write)]
+    assert len(writes) == 2
+    durable.report(WriteDone(op=writes[0].op, file_bytes=8192, seconds=0.1), Stopped())
+    drained = draining.step(durable.now)
+    assert drained is not None
+    assert (drained.flushed_extents, drained.dropped_extents) == (1, 2)
+    assert drained.dropped_bytes == 2 * BLOCK_BYTES
+
+
+def test_a_worker_that_does_not_stop_is_not_waited_for_long(durable: Kit) -> None:
+    draining = begin(durable)
+    assert draining.step(durable.now) is None
+    assert draining.next_wakeup() == durable.now + STOP_SECONDS
+    durable.now += STOP_SECONDS
+    assert draining.step(durable.now) is not None
+
+
+def test_a_second_word_shortens_the_budget_and_never_lengthens_it(durable: Kit) -> None:
+    store(durable, 2)
+    draining = begin(durable)
+    draining.shorten(60.0, durable.now)
+    assert draining.next_wakeup() == durable.now + 10.0
+    draining.shorten(0.0, durable.now)
+    assert draining.step(durable.now) is None
+    assert any(isinstance(i, Stop) for i in durable.instructions())
+
+
+def test_without_a_worker_what_is_dirty_waits_for_the_next_one_within_the_budget(durable: Kit) -> None:
+    store(durable, 2)
+    durable.kill_worker()
+    draining = begin(durable)
+    assert draining.step(durable.now) is None
+    durable.start_worker()
+    flush(durable)
+    assert draining.step(durable.now) is None
+    durable.report(Stopped())
+    drained = draining.step(durable.now)
+    assert drained is not None
+    assert (drained.flushed_extents, drained.dropped_extents) == (1, 0)
+
+
+def test_without_any_worker_it_ends_at_the_budget(durable: Kit) -> None:
+    store(durable, 2)
+    durable.kill_worker()
+    draining = begin(durable)
+    durable.now += 10.0
+    drained = draining.step(durable.now)
+    assert drained is not None
+    assert (drained.flushed_extents, drained.dropped_extents, drained.dropped_bytes) == (0, 1, 2 * BLOCK_BYTES)
