@@ -89,6 +89,7 @@ class StagedBlock:
 class Ledger:
     def __init__(self, limits: Limits, generations: MutableSequence[int]) -> None:
         self.limits = limits
+        self.has_nvme = limits.nvme_bytes > 0  # for good: a limit that sinks to 0 later leaves a tier without room
         self.pool = SlabPool(limits.host_bytes, limits.slab_bytes, generations, page_bytes=limits.page_bytes)
         self.tree = PrefixTree()
         self.groups: dict[bytes, Group] = {}
@@ -107,10 +108,6 @@ class Ledger:
         self.counts = Counters()
         self.effects: deque[Effect] = deque()
         self.is_closing = False
-
-    @property
-    def has_nvme(self) -> bool:
-        return self.limits.nvme_bytes > 0
 
     def group_of(self, extent: Extent) -> Group:
         return self.groups[extent.group]
