@@ -1,0 +1,1 @@
+"""The demo: what `scripts/demo` runs once there is an environment and a model."""
