@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tests.node.kit import GROUP, Kit
@@ -86,13 +87,14 @@ def test_a_verification_streams_what_it_finds_once(durable: Kit) -> None:
     (scrub,) = scrubs(durable)
     assert isinstance(scrub, Scrub)
     assert scrub.repair is True
-    durable.report(progress(scrub.op, 4, damaged=[("models/a", "checksum")]))
+    found = progress(scrub.op, 4, damaged=[("models/a", "checksum")])
+    durable.report(msgspec.structs.replace(found, set_aside=[(bytes(32), 0, bytes(32))]))
     reply = durable.ask(Verify, job=JOB, repair=True)
-    assert (reply.checked_files, reply.total_files, reply.damaged_files) == (4, 10, 1)
+    assert (reply.checked_files, reply.total_files, reply.damaged_files, reply.set_aside_files) == (4, 10, 1, 1)
     assert [(entry.path, entry.reason) for entry in reply.damaged] == [("models/a", "checksum")]
     durable.report(progress(scrub.op, 10, finished=True))
     reply = durable.ask(Verify, job=JOB, repair=True)
-    assert (reply.finished, reply.damaged, reply.damaged_files) == (True, (), 1)
+    assert (reply.finished, reply.damaged, reply.damaged_files, reply.set_aside_files) == (True, (), 1, 1)
 
 
 def test_many_damaged_files_are_told_in_parts_before_it_is_finished(

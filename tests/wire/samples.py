@@ -235,6 +235,7 @@ REPLIES: tuple[Reply, ...] = (
         damaged_files=4,
         damaged=(DamagedEntry("models/x.kv", "checksum"),),
         finished=True,
+        set_aside_files=5,
     ),
 )
 

@@ -53,6 +53,7 @@ class _Scrubbing:
     finished: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
     untold: list[str] = field(default_factory=list)
+    set_aside: set[tuple[bytes, int, bytes]] = field(default_factory=set)
 
 
 class Verifications:
@@ -85,6 +86,7 @@ class Verifications:
             return
         current.checked, current.total, current.checked_bytes = report.checked, report.total, report.checked_bytes
         current.finished = report.finished
+        current.set_aside.update(report.set_aside)
         for path, reason in report.damaged:
             if path not in current.damaged:
                 current.damaged[path] = reason
@@ -123,6 +125,7 @@ def _tell(request_id: int, job: _Scrubbing) -> VerifyReply:
         damaged_files=len(job.damaged),
         damaged=tuple(DamagedEntry(path, job.damaged[path]) for path in told),
         finished=job.finished and not job.untold,
+        set_aside_files=len(job.set_aside),
     )
 
 

@@ -472,7 +472,8 @@ class DamagedEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VerifyReply(Reply, frozen=True, kw_only=True, tag=True):
-    """`damaged` lists what was found since the last reply of this job."""
+    """`damaged` lists what was found since the last reply of this job; the other numbers are of the whole job.
+    `set_aside_files` of the damaged ones were moved to quarantine."""
 
     checked_files: Count
     total_files: Count
@@ -480,6 +481,7 @@ class VerifyReply(Reply, frozen=True, kw_only=True, tag=True):
     damaged_files: Count
     damaged: tuple[DamagedEntry, ...]
     finished: bool
+    set_aside_files: Count = 0
 
 
 class Verify(Request, frozen=True, kw_only=True, tag=True):
