@@ -15,7 +15,6 @@ unflushed, for a process before it may have been killed in between.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import logging
@@ -25,41 +24,27 @@ import re
 import secrets
 import stat
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
 from tierkv.storage.names import DIGESTS, INDEX, MODELS, QUARANTINE, TEMP, Parts
-from tierkv.storage.system_calls import call, translate
+from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, open_root, read_or_make_stamp
+from tierkv.storage.system_calls import call
 
-DIRECTORY_FORMAT = 1
+__all__ = ["DataDirectory", "Space", "Cleared", "PAGE_BYTES", "FOLDERS", "FORMAT", "LOCK", "DIRECT_REFUSED"]
+
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
-FORMAT, LOCK = "FORMAT", "LOCK"
 FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS)
+DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")  # how file systems say that they don't take O_DIRECT
 
-_NEW_FORMAT = "FORMAT.new"
-# Besides a lock, what a set-up that was killed half-way and a fresh file system leave behind.
-_COUNTS_AS_EMPTY = {LOCK, _NEW_FORMAT, "lost+found"}
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{8}-[0-9]+\.tmp")
-DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")
 
 log = logging.getLogger(__name__)
-
-
-class Stamp(msgspec.Struct, frozen=True):
-    """Content of FORMAT. Later versions may add fields, so unknown ones are ignored until the version is known."""
-
-    format: int
-    store: str
-    about: str = "data directory of tierkv: cached KV blocks of language models, may be deleted while no node runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +94,9 @@ class DataDirectory:
         """
         path = Path(path).absolute()
         try:
-            root_fd = _open_root(path, create=create)
+            root_fd = open_root(path, create=create)
             try:
-                stamp = _read_or_make_stamp(path, root_fd, create=create)
+                stamp = read_or_make_stamp(path, root_fd, create=create)
                 directory = cls(path, root_fd, stamp.store, direct_io=direct_io)
                 directory._check_folders(create=create)
                 if writable:
@@ -152,7 +137,7 @@ class DataDirectory:
 
     def open_folder(self, parts: Parts, *, create: bool = False) -> int:
         """Like `folder`, for a caller that keeps the descriptor and closes it."""
-        fd = call("open", os.open, ".", _OPEN_FOLDER, dir_fd=self._root_fd)
+        fd = call("open", os.open, ".", OPEN_FOLDER, dir_fd=self._root_fd)
         try:
             for depth, name in enumerate(parts, 1):
                 inner = self._open_child(fd, parts[:depth], name, create=create)
@@ -290,7 +275,7 @@ class DataDirectory:
         if not name or "/" in name or name in (".", ".."):
             raise BrokenInvariant(f"{name!r} is not a name that tierkv gives to a directory")
         try:
-            return call("open", os.open, name, _OPEN_FOLDER, dir_fd=parent_fd)
+            return call("open", os.open, name, OPEN_FOLDER, dir_fd=parent_fd)
         except StorageError as error:
             if error.errno_name in ("ELOOP", "ENOTDIR"):
                 problem = f"{'/'.join(parts)} is not a directory (symbolic links are not followed)"
@@ -308,7 +293,7 @@ class DataDirectory:
         else:
             with self._lock:
                 self._flushed.discard(parts)  # it may have been there, flushed, and removed
-        fd = call("open", os.open, name, _OPEN_FOLDER, dir_fd=parent_fd)
+        fd = call("open", os.open, name, OPEN_FOLDER, dir_fd=parent_fd)
         try:
             call("fchmod", os.fchmod, fd, 0o700)
         except BaseException:
@@ -357,113 +342,3 @@ class DataDirectory:
                 self.refuse_direct("pwrite")
             elif error.reason != Reason.DISK_FULL:
                 raise
-
-
-def _open_root(path: Path, *, create: bool) -> int:
-    try:
-        fd = os.open(path, _OPEN_FOLDER)
-    except FileNotFoundError:
-        if not create:
-            raise DataDirectoryError(f"{path} does not exist") from None
-        return _make_root(path)
-    except OSError as error:
-        if path.is_symlink():
-            raise DataDirectoryError(f"{path} is a symbolic link; name the directory itself") from error
-        if error.errno == errno.ENOTDIR:
-            raise DataDirectoryError(f"{path} is not a directory") from error
-        raise translate("open", error) from error
-    owner = os.fstat(fd).st_uid
-    if owner != os.geteuid():
-        os.close(fd)
-        raise DataDirectoryError(
-            f"{path} belongs to uid {owner} and this process runs as uid {os.geteuid()};"
-            " run as its owner, so that neither leaves files the other can't use"
-        )
-    return fd
-
-
-def _make_root(path: Path) -> int:
-    call("mkdir", os.makedirs, path, 0o700, exist_ok=True)
-    fd = call("open", os.open, path, _OPEN_FOLDER)
-    try:
-        call("fchmod", os.fchmod, fd, 0o700)
-        _flush_path(path.parent)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
-    raw = _read_stamp(path, root_fd)
-    if raw is not None:
-        return _check_stamp(path, raw)
-    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - _COUNTS_AS_EMPTY)
-    if foreign:
-        raise DataDirectoryError(
-            f"{path} is not empty (it has {foreign[0]!r}) and is not a data directory of tierkv (it has no {FORMAT});"
-            " name an empty or absent one"
-        )
-    if not create:
-        raise DataDirectoryError(f"{path} is empty; a node that is started with it makes a data directory of it")
-    stamp = Stamp(DIRECTORY_FORMAT, uuid.uuid4().hex)
-    _write_stamp(root_fd, stamp)
-    return stamp
-
-
-def _read_stamp(path: Path, root_fd: int) -> bytes | None:
-    try:
-        fd = os.open(FORMAT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root_fd)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataDirectoryError(f"{path / FORMAT} can't be read: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise DataDirectoryError(f"{path / FORMAT} is not a regular file")
-        return call("read", os.read, fd, PAGE_BYTES)
-    finally:
-        os.close(fd)
-
-
-def _check_stamp(path: Path, raw: bytes) -> Stamp:
-    try:
-        stamp = msgspec.json.decode(raw, type=Stamp)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataDirectoryError(
-            f"{path / FORMAT} is damaged ({error}); if this is a data directory of tierkv, restore that file, or empty"
-            " the directory to start anew"
-        ) from error
-    if stamp.format > DIRECTORY_FORMAT:
-        raise DataDirectoryError(
-            f"{path} has format {stamp.format}, made by a newer tierkv; this one knows up to {DIRECTORY_FORMAT}."
-            " It was left as it is: run the newer tierkv, or name another directory"
-        )
-    if stamp.format < 1:
-        raise DataDirectoryError(f"{path / FORMAT} names a format that never was: {stamp.format}")
-    return stamp
-
-
-def _write_stamp(root_fd: int, stamp: Stamp) -> None:
-    """Whole or absent: a killed set-up leaves at most FORMAT.new, which the next one writes over."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = call("open", os.open, _NEW_FORMAT, flags, 0o600, dir_fd=root_fd)
-    try:
-        call("fchmod", os.fchmod, fd, 0o600)
-        text = msgspec.json.format(msgspec.json.encode(stamp)) + b"\n"
-        if call("write", os.write, fd, text) != len(text):
-            raise StorageError("write", "ENOSPC", Reason.DISK_FULL, f"{FORMAT} could not be written whole")
-        call("fsync", os.fsync, fd)
-    finally:
-        os.close(fd)
-    call("fchmod", os.fchmod, root_fd, 0o700)
-    call("rename", os.rename, _NEW_FORMAT, FORMAT, src_dir_fd=root_fd, dst_dir_fd=root_fd)
-    call("fsync", os.fsync, root_fd)
-
-
-def _flush_path(path: Path) -> None:
-    fd = call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        call("fsync", os.fsync, fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,150 @@
+"""The root of a data directory: whose it is, what it holds, and which format it has.
+
+FORMAT is made first and renamed into place last, so that a set-up that was killed leaves a directory that still counts
+as empty. What is not ours is refused before anything is made in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from tierkv.core.reasons import Reason
+from tierkv.errors import DataDirectoryError, StorageError
+from tierkv.storage.system_calls import call, translate
+
+DIRECTORY_FORMAT = 1
+FORMAT, LOCK = "FORMAT", "LOCK"
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_NEW_FORMAT = "FORMAT.new"
+# Besides a lock, what a set-up that was killed half-way and a fresh file system leave behind.
+_COUNTS_AS_EMPTY = {LOCK, _NEW_FORMAT, "lost+found"}
+_MAX_STAMP_BYTES = 4096
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """Content of FORMAT. Later versions may add fields, so unknown ones are ignored until the version is known."""
+
+    format: int
+    store: str
+    about: str = "data directory of tierkv: cached KV blocks of language models, may be deleted while no node runs"
+
+
+def open_root(path: Path, *, create: bool) -> int:
+    """A descriptor of the directory, which is made where it is absent and `create` says so. Raises DataDirectoryError
+    for what is no directory of ours, StorageError."""
+    try:
+        fd = os.open(path, OPEN_FOLDER)
+    except FileNotFoundError:
+        if not create:
+            raise DataDirectoryError(f"{path} does not exist") from None
+        return _make_root(path)
+    except OSError as error:
+        if path.is_symlink():
+            raise DataDirectoryError(f"{path} is a symbolic link; name the directory itself") from error
+        if error.errno == errno.ENOTDIR:
+            raise DataDirectoryError(f"{path} is not a directory") from error
+        raise translate("open", error) from error
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise DataDirectoryError(
+            f"{path} belongs to uid {owner} and this process runs as uid {os.geteuid()};"
+            " run as its owner, so that neither leaves files the other can't use"
+        )
+    return fd
+
+
+def _make_root(path: Path) -> int:
+    call("mkdir", os.makedirs, path, 0o700, exist_ok=True)
+    fd = call("open", os.open, path, OPEN_FOLDER)
+    try:
+        call("fchmod", os.fchmod, fd, 0o700)
+        _flush_path(path.parent)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
+    """What FORMAT says; an empty directory gets one where `create` says so. Raises DataDirectoryError for a directory
+    of others, a newer format, a damaged FORMAT; StorageError."""
+    raw = _read_stamp(path, root_fd)
+    if raw is not None:
+        return _check_stamp(path, raw)
+    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - _COUNTS_AS_EMPTY)
+    if foreign:
+        raise DataDirectoryError(
+            f"{path} is not empty (it has {foreign[0]!r}) and is not a data directory of tierkv (it has no {FORMAT});"
+            " name an empty or absent one"
+        )
+    if not create:
+        raise DataDirectoryError(f"{path} is empty; a node that is started with it makes a data directory of it")
+    stamp = Stamp(DIRECTORY_FORMAT, uuid.uuid4().hex)
+    _write_stamp(root_fd, stamp)
+    return stamp
+
+
+def _read_stamp(path: Path, root_fd: int) -> bytes | None:
+    try:
+        fd = os.open(FORMAT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataDirectoryError(f"{path / FORMAT} can't be read: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise DataDirectoryError(f"{path / FORMAT} is not a regular file")
+        return call("read", os.read, fd, _MAX_STAMP_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _check_stamp(path: Path, raw: bytes) -> Stamp:
+    try:
+        stamp = msgspec.json.decode(raw, type=Stamp)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataDirectoryError(
+            f"{path / FORMAT} is damaged ({error}); if this is a data directory of tierkv, restore that file, or empty"
+            " the directory to start anew"
+        ) from error
+    if stamp.format > DIRECTORY_FORMAT:
+        raise DataDirectoryError(
+            f"{path} has format {stamp.format}, made by a newer tierkv; this one knows up to {DIRECTORY_FORMAT}."
+            " It was left as it is: run the newer tierkv, or name another directory"
+        )
+    if stamp.format < 1:
+        raise DataDirectoryError(f"{path / FORMAT} names a format that never was: {stamp.format}")
+    return stamp
+
+
+def _write_stamp(root_fd: int, stamp: Stamp) -> None:
+    """Whole or absent: a killed set-up leaves at most FORMAT.new, which the next one writes over."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = call("open", os.open, _NEW_FORMAT, flags, 0o600, dir_fd=root_fd)
+    try:
+        call("fchmod", os.fchmod, fd, 0o600)
+        text = msgspec.json.format(msgspec.json.encode(stamp)) + b"\n"
+        if call("write", os.write, fd, text) != len(text):
+            raise StorageError("write", "ENOSPC", Reason.DISK_FULL, f"{FORMAT} could not be written whole")
+        call("fsync", os.fsync, fd)
+    finally:
+        os.close(fd)
+    call("fchmod", os.fchmod, root_fd, 0o700)
+    call("rename", os.rename, _NEW_FORMAT, FORMAT, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    call("fsync", os.fsync, root_fd)
+
+
+def _flush_path(path: Path) -> None:
+    fd = call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        call("fsync", os.fsync, fd)
+    finally:
+        os.close(fd)
