@@ -3,7 +3,8 @@
     python scripts/benchmarks/extent_io.py DIRECTORY [--block-bytes N] [--rounds N]
 
 DIRECTORY is on the disk to measure; a data directory is made below it and removed again. Raw: one file of the same
-size, O_DIRECT, in pieces of 2 MiB, with fdatasync after writing. Ours: header, checksums, rename and all. Medians.
+size, O_DIRECT, in pieces of 2 MiB, with fdatasync after writing. Ours: header, checksums, fdatasync, rename; the flush
+of the directories, which a node does once for many files, is shown for itself. Order within a round is random. Medians.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -24,6 +26,7 @@ from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import WrittenFile, read_blocks, write_extent
 from tierkv.storage.format import stored_bytes
+from tierkv.storage.names import Parts
 
 EXTENT_BYTES = 16 * 2**20
 PIECE_BYTES = 2 * 2**20
@@ -47,7 +50,7 @@ class Extents:
         self.group = self.identity.group_key()
         self.block_bytes = block_bytes
 
-    def write(self, number: int) -> None:
+    def write(self, number: int) -> tuple[Parts, ...]:
         tokens = pack_tokens([number, *range(self.num_blocks * BLOCK_TOKENS - 1)])
         keys = chain_keys(self.group, tokens, BLOCK_TOKENS)
         slots = [index * self.slot_bytes for index in range(self.num_blocks)]
@@ -55,7 +58,10 @@ class Extents:
                       self.block_bytes, keys, tokens, slots, 1.0, 1.0)  # fmt: skip
         written = write_extent(self.directory, self.arena, write, identity=self.identity)
         assert isinstance(written, WrittenFile), written
-        for folder in written.flush:
+        return written.flush
+
+    def flush(self, folders: tuple[Parts, ...]) -> None:
+        for folder in folders:
             self.directory.flush(folder)
 
     def read(self, number: int) -> None:
@@ -83,10 +89,24 @@ def read_raw(path: Path, view: memoryview) -> None:
     os.close(fd)
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def one_round(extents: Extents, raw: Path, number: int, seconds: dict[str, list[float]]) -> None:
+    source, target = extents.arena[: extents.num_bytes], extents.arena[extents.num_bytes :]
+    folders: list[tuple[Parts, ...]] = []
+    writes = [
+        ("raw write", lambda: write_raw(raw, source)),
+        ("write", lambda: folders.append(extents.write(number))),
+    ]
+    reads = [("raw read", lambda: read_raw(raw, target)), ("read", lambda: extents.read(number))]
+    random.shuffle(writes)
+    random.shuffle(reads)
+    for name, work in [*writes, ("flush", lambda: extents.flush(folders[0])), *reads]:
+        seconds[name].append(timed(work))
 
 
 def main() -> None:
@@ -96,17 +116,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(dir=options.directory))
-    seconds: dict[str, list[float]] = {"raw write": [], "write": [], "raw read": [], "read": []}
+    seconds: dict[str, list[float]] = {"raw write": [], "write": [], "flush": [], "raw read": [], "read": []}
     try:
         with DataDirectory.open(root / "data") as directory:
             extents = Extents(directory, options.block_bytes)
-            source, target = extents.arena[: extents.num_bytes], extents.arena[extents.num_bytes :]
             for number in range(options.rounds):
-                raw = root / f"raw-{number}"
-                seconds["raw write"].append(timed(lambda raw=raw: write_raw(raw, source)))
-                seconds["write"].append(timed(lambda number=number: extents.write(number)))
-                seconds["raw read"].append(timed(lambda raw=raw: read_raw(raw, target)))
-                seconds["read"].append(timed(lambda number=number: extents.read(number)))
+                one_round(extents, root / f"raw-{number}", number, seconds)
             print(f"{extents.num_blocks} blocks of {options.block_bytes} bytes, O_DIRECT: {directory.direct_io}")
     finally:
         shutil.rmtree(root)
