@@ -138,7 +138,7 @@ class Extent:
         return self.parent != self.group and (self.above is None or self.above.owner is None)
 
     def move(self, event: NvmeEvent) -> None:
-        self.nvme = next_state(self.nvme, event, repr(self))
+        self.nvme = next_state(self.nvme, event, self)
 
     def touch(self, blocks: int, now: float) -> None:
         """A hit that reached `blocks` blocks deep."""

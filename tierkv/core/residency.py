@@ -53,7 +53,8 @@ TRANSITIONS: dict[tuple[NvmeState, NvmeEvent], NvmeState] = {
 }
 
 
-def next_state(state: NvmeState, event: NvmeEvent, story: str) -> NvmeState:
+def next_state(state: NvmeState, event: NvmeEvent, story: object) -> NvmeState:
+    """`story` is what a broken invariant tells of: it is made into words only then."""
     following = TRANSITIONS.get((state, event))
     if following is None:
         raise BrokenInvariant(f"nvme copy is {state}, so {event} can't happen: {story}")
