@@ -170,6 +170,7 @@ class TicketState:
     tokens: bytes  # of blocks [first, end)
     extras: Mapping[int, Sequence[bytes]]
     blocks: list[int]  # indices of the granted blocks in the chain
+    block_keys: list[bytes]  # theirs
     offsets: list[int]
     path: list[Extent]  # extents held so that the prefix stays while its continuation is written
     answer: Reservation

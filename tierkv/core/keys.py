@@ -66,6 +66,11 @@ def count_keys(keys: bytes) -> int:
     return len(keys) // KEY_BYTES
 
 
+def split_keys(keys: bytes, first: int = 0) -> list[bytes]:
+    """Packed keys one by one, from block `first` on."""
+    return [keys[offset : offset + KEY_BYTES] for offset in range(first * KEY_BYTES, len(keys), KEY_BYTES)]
+
+
 def _frame_extras(extras: Sequence[bytes] | None) -> bytes:
     if not extras:
         return _NO_EXTRAS_FRAME

@@ -210,8 +210,7 @@ class Leases:
         offsets: list[int] = []
         for segment in path:
             offsets += segment.extent.slots[rank][: segment.blocks]
-        generation = self._ledger.pool.generation
-        return Part(rank, offsets, [generation(offset) for offset in offsets])
+        return Part(rank, offsets, self._ledger.pool.generations(offsets))
 
     def _hold_only(self, lease: LeaseState, kept: list[Segment]) -> None:
         blocks_of = {segment.extent: segment.blocks for segment in kept}

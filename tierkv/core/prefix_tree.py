@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from tierkv.core.extent import Branch, Extent
 from tierkv.core.grants import Segment
-from tierkv.core.keys import KEY_BYTES
+from tierkv.core.keys import KEY_BYTES, split_keys
 
 
 class PrefixTree:
@@ -42,6 +42,20 @@ class PrefixTree:
                 index = segment.start + segment.blocks
             index += 1  # the block at which the walk stopped is a hole
         return places
+
+    def place(self, keys: bytes, index: int) -> tuple[Extent, int] | None:
+        """Like `places`, for one block."""
+        up_to = keys[: (index + 1) * KEY_BYTES]
+        path = self._walk_from(up_to, 0)
+        hole = path[-1].start + path[-1].blocks if path else 0
+        if hole > index:
+            return path[-1].extent, index - path[-1].start
+        return None if self.knows_none(split_keys(up_to, hole)) else self.places(up_to)[index]
+
+    def knows_none(self, block_keys: list[bytes]) -> bool:
+        """No extent begins with one of these. If they are a prompt's from its first hole on, the tree has none of
+        them: an extent that holds a key holds those before it, back to the key that heads it."""
+        return self.heads.keys().isdisjoint(block_keys)
 
     def _walk_from(self, keys: bytes, index: int) -> list[Segment]:
         segments: list[Segment] = []
@@ -109,9 +123,12 @@ class PrefixTree:
             self._adopt(extent, 0)
 
     def _adopt(self, extent: Extent, first: int) -> None:
-        keys, branches = extent.keys, self._branches
-        for index in range(first, extent.num_blocks):
-            branch = branches.get(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+        branches = self._branches
+        block_keys = split_keys(extent.keys, first)
+        if branches.keys().isdisjoint(block_keys):  # nearly always, and one call tells
+            return
+        for index, key in enumerate(block_keys, first):
+            branch = branches.get(key)
             if branch is not None:
                 self._own(branch, extent, index)
 

@@ -94,6 +94,10 @@ class SlabPool:
     def generation(self, slot: int) -> int:
         return self._generations[slot // self.page_bytes]
 
+    def generations(self, slots: list[int]) -> list[int]:
+        current, page_bytes = self._generations, self.page_bytes
+        return [current[slot // page_bytes] for slot in slots]
+
     def slabs_of_other_sizes(self, slot_bytes: int) -> list[tuple[int, int]]:
         """(base, used slots) of slabs that another size holds, emptiest first."""
         others = [slab for slab in self._slabs.values() if slab.slot_bytes != slot_bytes]

@@ -1,14 +1,15 @@
-"""Tickets: who may write which slots, and how written blocks become visible.
+"""Tickets: who may write which slots, from the asking to the commit.
 
 reserve -> slots are written -> commit -> staged -> visible, when the predecessor is and every rank has its part
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 from tierkv.core.cascade import Cascade
-from tierkv.core.extent import Extent
 from tierkv.core.grants import (
     GRANTED,
     NO_ROOM,
@@ -20,8 +21,9 @@ from tierkv.core.grants import (
     TicketState,
     path_blocks,
 )
-from tierkv.core.keys import NO_EXTRAS, TOKEN_BYTES, key_at
-from tierkv.core.ledger import Group, Ledger, StagedBlock
+from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, split_keys
+from tierkv.core.ledger import Ledger
+from tierkv.core.publishing import Publisher
 from tierkv.core.reasons import Reason
 
 
@@ -29,6 +31,7 @@ class Tickets:
     def __init__(self, ledger: Ledger, cascade: Cascade) -> None:
         self._ledger = ledger
         self._cascade = cascade
+        self._publisher = Publisher(ledger, cascade)
 
     def reserve(
         self,
@@ -58,9 +61,9 @@ class Tickets:
         shape = ledger.groups[group]
         if not 0 <= rank < shape.ranks:
             return Refused(Reason.LAYOUT_MISMATCH)
-        states, missing = self._missing_blocks(keys, first, rank)
-        # The prefix of what is being stored is not its own victim.
         path = ledger.tree.walk(keys)
+        states, missing, missing_keys = self._missing_blocks(keys, first, rank, path_blocks(path))
+        # The prefix of what is being stored is not its own victim.
         for segment in path:
             ledger.hold(segment.extent, grant, segment.blocks)
         allowed, reason = ledger.blocks_allowed(shape, [holder], len(missing))
@@ -77,7 +80,7 @@ class Tickets:
             grant=grant,
             states=bytes(states),
             offsets=offsets,
-            generations=[ledger.pool.generation(offset) for offset in offsets],
+            generations=ledger.pool.generations(offsets),
             reason=reason,
         )
         if not offsets:
@@ -95,6 +98,7 @@ class Tickets:
             tokens=tokens,
             extras=extras,
             blocks=missing[: len(offsets)],
+            block_keys=missing_keys[: len(offsets)],
             offsets=offsets,
             path=[segment.extent for segment in path],
             answer=answer,
@@ -102,8 +106,7 @@ class Tickets:
         ledger.tickets[grant] = ticket
         ledger.counts.tickets += 1
         ledger.sessions[holder].held_bytes += len(offsets) * shape.slot_bytes
-        for index in ticket.blocks:
-            ledger.writing[key_at(keys, index), rank] = grant
+        ledger.writing.update(zip(zip(ticket.block_keys, repeat(rank)), repeat(grant)))
         return answer
 
     def commit(self, grant: bytes, now: float) -> Committed | Refused:
@@ -113,12 +116,11 @@ class Tickets:
         if ticket is None:
             return ledger.ended.get(grant) or Refused(Reason.GRANT_ENDED)
         self._forget_ticket(ticket)
-        self._publish(ticket, now)
+        self._publisher.publish(ticket, now)
         if ledger.is_closing:
             for extent in list(ledger.unsealed):
                 self._cascade.seal(extent, now)
-        visible_blocks = path_blocks(ledger.tree.walk(ticket.keys))
-        visible = sum(index < visible_blocks for index in ticket.blocks)
+        visible = bisect_left(ticket.blocks, path_blocks(ledger.tree.walk(ticket.keys)))
         answer = Committed(visible, len(ticket.blocks) - visible)
         ledger.ended.remember(grant, answer)
         return answer
@@ -144,29 +146,47 @@ class Tickets:
         for key in [b.key for b in ledger.staged.values() if b.since + ledger.limits.staged_seconds <= now]:
             ledger.drop_staged(key)
 
-    def _missing_blocks(self, keys: bytes, first: int, rank: int) -> tuple[bytearray, list[int]]:
+    def _missing_blocks(
+        self, keys: bytes, first: int, rank: int, visible: int
+    ) -> tuple[bytearray, list[int], list[bytes]]:
+        """States of the blocks from `first` on, and indices and keys of those that nobody has and nobody is writing.
+        The first `visible` blocks of the prompt are in the tree."""
+        ledger = self._ledger
+        num_blocks = len(keys) // KEY_BYTES
+        behind = split_keys(keys, visible)
+        if ledger.tree.knows_none(behind):  # as nearly always; a few calls tell, however long the prompt is
+            asked = behind[max(0, first - visible) :]
+            writing = zip(asked, repeat(rank))
+            if ledger.staged.keys().isdisjoint(asked) and ledger.writing.keys().isdisjoint(writing):
+                begin = num_blocks - len(asked)
+                states = bytearray([PRESENT]) * (begin - first) + bytearray([GRANTED]) * len(asked)
+                return states, list(range(begin, num_blocks)), asked
+        return self._missing_one_by_one(keys, first, rank)
+
+    def _missing_one_by_one(self, keys: bytes, first: int, rank: int) -> tuple[bytearray, list[int], list[bytes]]:
         ledger = self._ledger
         places = ledger.tree.places(keys)
-        states = bytearray(len(places) - first)
+        states = bytearray()
         missing = []
-        for index in range(first, len(places)):
-            key = key_at(keys, index)
+        missing_keys = []
+        for index, key in enumerate(split_keys(keys, first), first):
             staged = ledger.staged.get(key)
             if places[index] is not None or (staged is not None and rank in staged.slots):
-                states[index - first] = PRESENT
+                states.append(PRESENT)
             elif (key, rank) in ledger.writing:
-                states[index - first] = PENDING
+                states.append(PENDING)
             else:
-                states[index - first] = GRANTED
+                states.append(GRANTED)
                 missing.append(index)
-        return states, missing
+                missing_keys.append(key)
+        return states, missing, missing_keys
 
     def _forget_ticket(self, ticket: TicketState) -> None:
         """Take a ticket off the books, all but its slots."""
         ledger = self._ledger
         del ledger.tickets[ticket.grant]
-        for index in ticket.blocks:
-            del ledger.writing[key_at(ticket.keys, index), ticket.rank]
+        for key in ticket.block_keys:
+            del ledger.writing[key, ticket.rank]
         holder = ledger.sessions.get(ticket.holder)
         if holder is not None:
             holder.held_bytes -= len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes
@@ -178,154 +198,3 @@ class Tickets:
         self._forget_ticket(ticket)
         self._ledger.pool.release(ticket.offsets)
         self._ledger.ended.remember(grant, answer)
-
-    def _publish(self, ticket: TicketState, now: float) -> None:
-        """Blocks whose predecessor is visible and whose ranks are all there appear, in runs; the others are staged."""
-        ledger = self._ledger
-        ranks = ledger.groups[ticket.group].ranks
-        places = ledger.tree.places(ticket.keys)
-        run: list[StagedBlock] = []
-        above: Extent | None = None
-        at = -1
-        for block in self._filled_blocks(ticket, places, now):
-            is_complete = len(block.slots) == ranks
-            if run and is_complete and run[-1].index + 1 == block.index:
-                run.append(block)
-                continue
-            self._surface(run, above, at, now)
-            run = []
-            # After a run has surfaced, its last block may be this one's predecessor: so ask the tree again.
-            place = ledger.tree.places(ticket.keys)[block.index - 1] if block.index and is_complete else None
-            if is_complete and (block.index == 0 or place is not None):
-                run = [block]
-                above, at = place if place is not None else (None, -1)
-            elif block.key not in ledger.staged:
-                ledger.stage(block)
-        self._surface(run, above, at, now)
-
-    def _filled_blocks(
-        self, ticket: TicketState, places: list[tuple[Extent, int] | None], now: float
-    ) -> list[StagedBlock]:
-        """The ticket's blocks with this rank's slots in them; what another ticket made meanwhile is given up."""
-        ledger = self._ledger
-        step = ledger.groups[ticket.group].block_tokens * TOKEN_BYTES
-        blocks = []
-        for index, slot in zip(ticket.blocks, ticket.offsets, strict=True):
-            key = key_at(ticket.keys, index)
-            block = ledger.staged.get(key)
-            if places[index] is not None or (block is not None and ticket.rank in block.slots):
-                ledger.pool.release([slot])
-                ledger.counts.duplicate_blocks += 1
-                continue
-            if block is None:
-                at = (index - ticket.first) * step
-                block = StagedBlock(
-                    group=ticket.group,
-                    key=key,
-                    parent=key_at(ticket.keys, index - 1) if index else ticket.group,
-                    index=index,
-                    tokens=ticket.tokens[at : at + step],
-                    extras=list(ticket.extras.get(index, ())),
-                    slots={},
-                    since=now,
-                )
-            block.slots[ticket.rank] = slot
-            blocks.append(block)
-        return blocks
-
-    def _surface(self, run: list[StagedBlock], above: Extent | None, at: int, now: float) -> None:
-        """A run of consecutive blocks becomes visible behind block `at` of `above`; then what is staged behind them."""
-        ledger = self._ledger
-        todo = [(run, above, at)] if run else []
-        while todo:
-            run, above, at = todo.pop()
-            for block in run:
-                if block.key in ledger.staged:
-                    ledger.unstage(block.key)
-            for extent, first, blocks in self._append_run(run, above, at, now):
-                for offset, block in enumerate(blocks):
-                    todo += [
-                        ([child], extent, first + offset)
-                        for child in map(ledger.staged.__getitem__, ledger.staged_children.get(block.key, ()))
-                        if len(child.slots) == ledger.groups[child.group].ranks
-                    ]
-
-    def _append_run(
-        self, run: list[StagedBlock], above: Extent | None, at: int, now: float
-    ) -> list[tuple[Extent, int, list[StagedBlock]]]:
-        """Put blocks behind block `at` of `above`: into the same extent while it grows, else into new ones. An extent
-        ends before a key that already heads another. Returns where they went: extent, index of the first, blocks."""
-        ledger = self._ledger
-        group = ledger.groups[run[0].group]
-        went = []
-        position = 0
-        while position < len(run):
-            block = run[position]
-            known = ledger.tree.heads.get(block.key)
-            if known is not None:
-                ledger.pool.release(list(block.slots.values()))
-                ledger.counts.duplicate_blocks += 1
-                above, at = known, 0
-                position += 1
-                continue
-            if above is not None and self._may_grow(above, at, group):
-                extent = above
-                extent.longest_gap = max(extent.longest_gap, now - extent.last_append)
-            else:
-                extent = self._new_extent(block, group, now)
-                ledger.add_extent(extent, above, at)
-            chunk = [block]
-            room = self._ledger.limits.extent_bytes // group.slot_bytes - extent.num_blocks
-            for following in run[position + 1 : position + room]:
-                if following.key in ledger.tree.heads:
-                    break
-                chunk.append(following)
-            went.append((extent, extent.num_blocks, chunk))
-            self._grow(extent, chunk, group, now)
-            above, at = extent, extent.num_blocks - 1
-            position += len(chunk)
-        return went
-
-    @staticmethod
-    def _new_extent(block: StagedBlock, group: Group, now: float) -> Extent:
-        return Extent(
-            group=block.group,
-            key=block.key,
-            parent=block.parent,
-            first_token=block.index * group.block_tokens,
-            ranks=group.ranks,
-            created=now,
-        )
-
-    def _grow(self, extent: Extent, chunk: list[StagedBlock], group: Group, now: float) -> None:
-        ledger = self._ledger
-        for offset, block in enumerate(chunk, start=extent.num_blocks):
-            if block.extras:
-                extent.extras[offset] = block.extras
-        if extent.tokens is not None:
-            extent.tokens += b"".join(block.tokens for block in chunk)
-        extent.last_append = extent.last_used = extent.tail_used = now
-        ledger.grow_extent(
-            extent,
-            b"".join(block.key for block in chunk),
-            [[block.slots[rank] for block in chunk] for rank in range(group.ranks)],
-        )
-        extent.hot_blocks = extent.num_blocks
-        group.last_used = now
-        ledger.counts.stored_tokens += len(chunk) * group.block_tokens
-        if not self._has_room(extent, group):
-            self._cascade.seal(extent, now)
-        ledger.reconsider(extent)
-        if extent.above is not None and extent.above.owner is not None:
-            ledger.reconsider(extent.above.owner)
-
-    def _may_grow(self, extent: Extent, index: int, group: Group) -> bool:
-        return (
-            not extent.sealed
-            and index == extent.num_blocks - 1
-            and extent.host_blocks == extent.num_blocks
-            and self._has_room(extent, group)
-        )
-
-    def _has_room(self, extent: Extent, group: Group) -> bool:
-        return (extent.num_blocks + 1) * group.slot_bytes <= self._ledger.limits.extent_bytes
