@@ -80,7 +80,6 @@ def test_a_single_wrong_bit_is_noticed(directory: DataDirectory) -> None:
     for index in range(len(raw)):
         path.write_bytes(raw[:index] + bytes([raw[index] ^ 1]) + raw[index + 1 :])
         assert memory.recall(STAT) in (None, DIGEST), index
-        assert b"digest" in raw
 
 
 def test_a_link_a_folder_and_a_fifo_are_ignored(directory: DataDirectory, tmp_path: Path) -> None:
