@@ -42,12 +42,12 @@ def command(*, config: str | None, **options: Any) -> int:
     Each setting can be given as an option, as a TIERKV_ variable, or in a file; the option wins, then the variable.
     `tierkv config` shows what is in force. Sizes are written like 512MiB, 4GiB or 10GB.
     """
-    from tierkv.node import supervisor
+    from tierkv.node.supervisor import run
 
     effective = load(options, os.environ, find_file(Path(config) if config else None, os.environ))
     for line in opening_lines(effective):
         click.echo(line, err=True)
-    return supervisor.run(effective.settings)
+    return run(effective.settings)
 
 
 def opening_lines(effective: Effective) -> list[str]:

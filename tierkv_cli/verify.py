@@ -11,9 +11,10 @@ import click
 from tierkv_cli.options import Where, json_option, where_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from tierkv.wire.messages import DamagedEntry, VerifyReply
+    from tierkv_cli.progress import Meter
 
 INCOMPLETE = 4
 
@@ -36,7 +37,7 @@ def command(*, where: Where, repair: bool, as_json: bool) -> int:
     begun = time.monotonic()
     with Meter("verify", "files") as meter:
         try:
-            for progress in _verification(where, repair):
+            for progress in _verification(where, repair, meter):
                 findings.add(progress)
                 meter.show(progress.checked_files, progress.total_files, progress.checked_bytes)
         except KeyboardInterrupt:  # leaving the loop has stopped it
@@ -58,6 +59,7 @@ class Findings:
     total_files: int = 0
     checked_bytes: int = 0
     damaged: list[DamagedEntry] = field(default_factory=list)
+    set_aside: int = 0
     finished: bool = False
     interrupted: bool = False
 
@@ -65,11 +67,16 @@ class Findings:
         self.checked_files, self.total_files = progress.checked_files, progress.total_files
         self.checked_bytes = progress.checked_bytes
         self.damaged += progress.damaged
+        self.set_aside = progress.set_aside_files
         self.finished = progress.finished
 
     @property
+    def left(self) -> int:
+        return len(self.damaged) - self.set_aside
+
+    @property
     def is_clean(self) -> bool:
-        return self.finished and not self.interrupted and (self.repair or not self.damaged)
+        return self.finished and not self.interrupted and not self.left
 
     def as_object(self, seconds: float) -> dict[str, object]:
         return {
@@ -77,17 +84,26 @@ class Findings:
             "total_files": self.total_files,
             "checked_bytes": self.checked_bytes,
             "damaged": self.damaged,
+            "set_aside_files": self.set_aside,
             "finished": self.finished,
             "interrupted": self.interrupted,
             "seconds": round(seconds, 3),
         }
 
 
-def _verification(where: Where, repair: bool) -> Iterable[VerifyReply]:
-    from tierkv_cli.reach import operator
+def _verification(where: Where, repair: bool, meter: Meter) -> Iterator[VerifyReply]:
+    """By the node, or here when there is none. A node that was named by its endpoint alone must be there."""
+    from tierkv_cli.reach import operator, wait_ready
 
     with operator(where) as node:
-        yield from node.verify(repair=repair)
+        if node.is_connected() or where.endpoint is not None:
+            wait_ready(node, meter)
+            yield from node.verify(repair=repair)
+            return
+
+    from tierkv_cli.offline import verify_offline
+
+    yield from verify_offline(where.settings().settings, repair=repair)
 
 
 def _tell(findings: Findings, seconds: float) -> None:
@@ -105,9 +121,11 @@ def _tell(findings: Findings, seconds: float) -> None:
         f"checked {findings.checked_files:,} of {findings.total_files:,} files, "
         f"{human_size(findings.checked_bytes)} in {duration(seconds)}{rate}: {len(findings.damaged):,} damaged"
     )
-    if findings.damaged and findings.repair:
-        click.echo("they were moved to quarantine")
-    elif findings.damaged:
+    if findings.set_aside:
+        click.echo(f"{findings.set_aside:,} moved to quarantine")
+    if findings.left and findings.repair:
+        click.echo(f"tierkv: {findings.left:,} damaged files could not be moved away", err=True)
+    elif findings.left:
         click.echo("tierkv: damaged files are left; `tierkv verify --repair` moves them to quarantine", err=True)
     if findings.interrupted:
         click.echo("tierkv: interrupted before its end", err=True)

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import pytest
 
-import tierkv.node
 from tests.config.test_sources import VALUES
 from tierkv.config import Settings, option_name
 from tierkv.errors import DataDirectoryInUse
@@ -22,7 +21,6 @@ def started(monkeypatch):
     supervisor = ModuleType("tierkv.node.supervisor")
     supervisor.run = lambda settings: seen.append(settings) or 0
     monkeypatch.setitem(sys.modules, "tierkv.node.supervisor", supervisor)
-    monkeypatch.setattr(tierkv.node, "supervisor", supervisor, raising=False)
     return seen
 
 

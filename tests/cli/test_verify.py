@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from tests.storage.samples import Sample, path_of
+from tierkv.node.lock import lock_data_directory
+from tierkv.storage.directory import DataDirectory
 from tierkv.wire.messages import DamagedEntry, VerifyReply
 
 BAD = DamagedEntry(path="models/ab/cd/0/ef/ef00.kv", reason="checksum")
 
 
-def progress(checked: int, *, finished: bool = False, damaged=(), total: int = 10) -> VerifyReply:
+def progress(checked: int, *, finished: bool = False, damaged=(), total: int = 10, set_aside_files=0) -> VerifyReply:
     return VerifyReply(
         id=1,
         checked_files=checked,
@@ -14,6 +21,7 @@ def progress(checked: int, *, finished: bool = False, damaged=(), total: int = 1
         damaged_files=len(damaged),
         damaged=tuple(damaged),
         finished=finished,
+        set_aside_files=set_aside_files,
     )
 
 
@@ -50,7 +58,79 @@ def test_json_lists_what_is_damaged(tierkv, node):
     assert found["finished"] is True
 
 
-def test_repair_is_asked_for(tierkv, node):
-    node.steps = [progress(10, finished=True)]
-    tierkv("verify", "--repair")
+def test_damaged_files_that_were_all_moved_away_are_exit_code_0(tierkv, node):
+    node.steps = [progress(10, finished=True, damaged=[BAD], set_aside_files=1)]
+    outcome = tierkv("verify", "--repair")
+    assert outcome.code == 0
+    assert "1 moved to quarantine" in outcome.out
     assert node.asked == [("verify", {"repair": True})]
+
+
+def test_a_damaged_file_that_could_not_be_moved_away_is_exit_code_4(tierkv, node):
+    node.steps = [progress(10, finished=True, damaged=[BAD])]
+    outcome = tierkv("verify", "--repair")
+    assert outcome.code == 4
+    assert "1 damaged files could not be moved away" in outcome.err
+
+
+# ---- without a node
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, node) -> Path:
+    """Two whole files and one with a flipped byte; no node."""
+    node.is_there = False
+    with DataDirectory.open(tmp_path / "data") as directory:
+        for seed in (1, 100, 200):
+            sample = Sample(seed=seed)
+            sample.write(directory)
+        path = path_of(directory, sample.name)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    return tmp_path / "data"
+
+
+def test_without_a_node_the_files_are_checked_here(tierkv, data_dir):
+    outcome = tierkv("verify", "--data-dir", str(data_dir))
+    assert outcome.code == 4
+    assert "checked 3 of 3 files" in outcome.out
+    assert "1 damaged" in outcome.out
+    assert list((data_dir / "quarantine").iterdir()) == []
+
+
+def test_without_a_node_a_repair_leaves_a_clean_directory(tierkv, data_dir):
+    assert tierkv("verify", "--repair", "--data-dir", str(data_dir)).code == 0
+    assert len(list((data_dir / "quarantine").iterdir())) == 1
+    outcome = tierkv("verify", "--data-dir", str(data_dir), "--json")
+    assert outcome.code == 0
+    assert outcome.json["checked_files"] == 2
+
+
+def test_a_node_that_holds_the_directory_but_does_not_answer_is_exit_code_3(tierkv, data_dir):
+    with lock_data_directory(data_dir, 0.0):
+        outcome = tierkv("verify", "--repair", "--data-dir", str(data_dir))
+    assert outcome.code == 3
+    assert list((data_dir / "quarantine").iterdir()) == []
+
+
+def test_a_directory_that_is_none_of_ours_is_exit_code_2_and_untouched(tierkv, node, tmp_path):
+    node.is_there = False
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    assert tierkv("verify", "--data-dir", str(foreign)).code == 2
+    assert tierkv("verify", "--data-dir", str(tmp_path / "absent")).code == 2
+    assert list(foreign.iterdir()) == []
+    assert not (tmp_path / "absent").exists()
+
+
+def test_without_a_data_directory_there_is_nothing_to_verify(tierkv, node):
+    node.is_there = False
+    outcome = tierkv("verify")
+    assert outcome.code == 2
+    assert "--data-dir" in outcome.err
+
+
+def test_a_node_named_by_its_endpoint_must_be_there(tierkv, node):
+    node.is_there = False
+    assert tierkv("verify", "--endpoint", "/run/tierkv").code == 5
