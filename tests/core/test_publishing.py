@@ -119,3 +119,32 @@ def check(state, group, keys, packed, written, ranks) -> None:
             inside = 4 - segment.start
             if 0 <= inside < segment.blocks:
                 assert extent.extras == {inside: [b"picture"]}
+
+
+def test_a_block_that_surfaced_behind_another_of_its_own_ticket_surfaces_once() -> None:
+    """Rank 0 brings blocks 0 and 2 in one ticket, block 1 was complete before: all three appear, none twice."""
+    state, group = make_state(extent_blocks=1, ranks=2)
+    tokens = pack_tokens(range(6))
+    keys = chain_keys(group, tokens, 2)
+
+    def reserve(grant: bytes, rank: int, first: int, end: int) -> None:
+        state.reserve(
+            grant=grant,
+            session=SESSION,
+            holder=SESSION,
+            group=group,
+            rank=rank,
+            keys=keys[: end * 32],
+            first=first,
+            tokens=tokens[first * 8 : end * 8],
+            now=1.0,
+        )
+
+    reserve(b"rank 1, all     ", 1, 0, 3)
+    reserve(b"rank 0, middle  ", 0, 1, 2)
+    reserve(b"rank 0, the rest", 0, 0, 3)
+    assert state.commit(b"rank 1, all     ", 2.0)[0] == Committed(0, 3)
+    assert state.commit(b"rank 0, middle  ", 2.0)[0] == Committed(0, 1)
+    assert state.commit(b"rank 0, the rest", 2.0)[0] == Committed(2, 0)
+    assert state.match(group, keys).blocks == 3
+    state.check()

@@ -56,10 +56,13 @@ class Publisher:
 
     def publish(self, ticket: TicketState, now: float) -> None:
         """Blocks whose predecessor is visible and whose ranks are all there appear, in runs; the others are staged."""
+        is_shared = self._ledger.groups[ticket.group].ranks > 1
         for piece in self._pieces(ticket, now):
             if isinstance(piece, StagedBlock):
                 self._stage(piece)
                 continue
+            if is_shared and piece.block_keys[0] not in self._ledger.staged:
+                continue  # other ranks' blocks lay between: it has surfaced behind them, after an earlier run
             # Asked anew for each run: the last block of the one before may be this one's predecessor.
             place = self._ledger.tree.place(ticket.keys, piece.index - 1) if piece.index else None
             if place is not None or piece.index == 0:
