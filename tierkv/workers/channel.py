@@ -22,7 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from tierkv.core.instructions import AnyInstruction, AnyReport
+from tierkv.core.instructions import AnyInstruction, AnyReport, Report
 from tierkv.errors import WireError
 from tierkv.wire.messages import ErrorCode
 
@@ -263,7 +263,7 @@ def front_end(sock: socket.socket) -> Channel[AnyInstruction, AnyReport]:
     return Channel(sock, AnyReport)
 
 
-def worker_end(sock: socket.socket) -> BlockingChannel[AnyReport, AnyInstruction]:
+def worker_end(sock: socket.socket) -> BlockingChannel[Report, AnyInstruction]:
     """The storage worker's end of the channel to the front."""
     return BlockingChannel(sock, AnyInstruction)
 

@@ -1,0 +1,56 @@
+"""Groups whose extents may be written: opened by the front, or known from their identity.json."""
+
+from __future__ import annotations
+
+import threading
+
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import OpenNamespace
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.namespace import read_identity, write_namespace
+
+
+class Groups:
+    """Safe to use from several threads. Opening is remembered at once and put on disk by the first who needs it."""
+
+    def __init__(self, directory: DataDirectory) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._opened: dict[bytes, OpenNamespace] = {}
+        self._on_disk: dict[bytes, Identity] = {}
+
+    def open(self, opened: OpenNamespace) -> None:
+        with self._lock:
+            self._opened[opened.group] = opened
+
+    def make(self, fingerprint: str, group: bytes) -> Identity | None:
+        """The group's identity, its folder and identity.json being durable; None for a group that nobody opened and
+        that is not on disk. Raises StorageError."""
+        known = self._on_disk.get(group)
+        if known is not None and known.weights == fingerprint:
+            return known
+        with self._lock:  # also over the I/O: two writes must not make the same folder
+            identity = self._find(fingerprint, group)
+            opened = self._opened.get(group)
+            if identity is None and opened is not None and opened.identity.weights == fingerprint:
+                write_namespace(self._directory, opened)
+                identity = self._on_disk[group] = opened.identity
+            return identity
+
+    def look_up(self, fingerprint: str, group: bytes) -> Identity | None:
+        """The identity of a group that was opened or is on disk, without waiting where it is known. Raises
+        StorageError."""
+        opened = self._opened.get(group)
+        known = opened.identity if opened is not None else self._on_disk.get(group)
+        if known is not None:
+            return known if known.weights == fingerprint else None
+        with self._lock:
+            return self._find(fingerprint, group)
+
+    def _find(self, fingerprint: str, group: bytes) -> Identity | None:
+        known = self._on_disk.get(group)
+        if known is None:
+            found = read_identity(self._directory, fingerprint, group)
+            if found is not None:
+                known = self._on_disk[group] = found.identity
+        return known if known is not None and known.weights == fingerprint else None

@@ -1,0 +1,346 @@
+"""What each instruction comes to: which files and rows change, and what is reported.
+
+Every operation runs on one of the queue's threads, alone on its extent. It answers with reports of its own, or hands
+its report to the flusher, which sends it when the directories are flushed. An operation that meets a bug fails alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import (
+    ExtentRow,
+    OpenNamespace,
+    OpFailed,
+    Read,
+    ReadDone,
+    Remove,
+    RemoveDone,
+    Report,
+    SetAside,
+    TouchRow,
+    Write,
+    WriteDone,
+)
+from tierkv.core.keys import count_keys
+from tierkv.core.reasons import Reason
+from tierkv.errors import StorageError
+from tierkv.storage.catalog import DropRow, PutRow, Restamp, TouchedRow
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
+from tierkv.storage.format import ALIGN_BYTES, file_bytes
+from tierkv.storage.index_row import IndexedFile, Namespace
+from tierkv.storage.names import QUARANTINE, ExtentName, Parts
+from tierkv.storage.quarantine import Quarantine
+from tierkv.storage.system_calls import Failure
+from tierkv.workers.coarse_times import CoarseTimes
+from tierkv.workers.files import Files
+from tierkv.workers.flusher import Flusher, Then
+from tierkv.workers.groups import Groups
+from tierkv.workers.index_writer import IndexWriter
+from tierkv.workers.tier_gate import Closed, TierGate
+
+log = logging.getLogger(__name__)
+
+_GONE = (Reason.NOT_FOUND, Reason.UNKNOWN_FORMAT)  # nothing under that name that could be read later
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What scrubbing found of one file, and whether it was set aside."""
+
+    verified: Verified
+    was_set_aside: bool
+
+
+class Operations:
+    def __init__(
+        self,
+        *,
+        directory: DataDirectory,
+        arena: memoryview,
+        files: Files,
+        quarantine: Quarantine,
+        groups: Groups,
+        index: IndexWriter,
+        flusher: Flusher,
+        gate: TierGate,
+        times: CoarseTimes,
+        report: Callable[[Sequence[Report]], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._directory = directory
+        self._arena = arena
+        self._files = files
+        self._quarantine = quarantine
+        self._groups = groups
+        self._index = index
+        self._flusher = flusher
+        self._gate = gate
+        self._times = times
+        self._report = report
+        self._now = now
+
+    # ---------------------------------------------------------------- groups
+
+    def open_namespace(self, opened: OpenNamespace) -> None:
+        """Not reported: where it fails, so does the first write, which tries again."""
+        self._answer("OpenNamespace", opened.group, lambda: self._open_namespace(opened), None)
+
+    def _open_namespace(self, opened: OpenNamespace) -> None:
+        try:
+            self._groups.make(opened.identity.weights, opened.group)
+        except StorageError as error:
+            self._gate.write_failed(Failure.of(error), 0)
+            log.warning("the folder of group %s was not made: %s", opened.group.hex(), error)
+
+    # ---------------------------------------------------------------- write
+
+    def write(self, write: Write) -> None:
+        self._answer(
+            "Write", write.key, lambda: self._write(write), lambda reason, problem: OpFailed(write.op, reason, problem)
+        )
+
+    def _write(self, write: Write) -> Report | None:
+        started = time.monotonic()
+        name = ExtentName.of(write)
+        try:
+            identity = self._groups.make(write.fingerprint, write.group)
+        except StorageError as error:
+            self._gate.write_failed(Failure.of(error), 0)
+            return OpFailed(write.op, Reason(error.reason), f"the group's folder can't be made: {error}")
+        if identity is None:
+            return OpFailed(write.op, Reason.IDENTITY_MISMATCH, f"group {write.group.hex()} was never opened")
+        expected = _expected_bytes(write)
+        closed = self._admit(expected)
+        if closed is not None:
+            return OpFailed(write.op, closed.reason, closed.problem)
+        try:
+            outcome = self._files.write(self._directory, self._arena, write, identity)
+        finally:
+            self._gate.finish(expected)
+        if isinstance(outcome, Failure):
+            return self._write_failed(write, name, outcome, expected)
+        self._put_row(write, name, outcome)
+        self._times.was_set(name, time.monotonic())
+        self._flush_then(outcome.flush, lambda failure: self._written(write, outcome, failure, started))
+        return None
+
+    def _admit(self, num_bytes: int) -> Closed | None:
+        try:
+            space = self._directory.space()
+        except StorageError as error:
+            self._gate.write_failed(Failure.of(error), num_bytes)
+            return Closed(Reason(error.reason), str(error))
+        return self._gate.admit(num_bytes, space)
+
+    def _write_failed(self, write: Write, name: ExtentName, failure: Failure, expected: int) -> Report:
+        if failure.errno_name:
+            self._gate.write_failed(failure, expected)
+        log.warning("%s was not written: %s: %s", name, failure.operation, failure.problem)
+        return OpFailed(write.op, failure.reason, failure.problem)
+
+    def _put_row(self, write: Write, name: ExtentName, written: WrittenFile) -> None:
+        try:
+            status = self._files.status(self._directory, name)
+        except StorageError as error:
+            self._gate.count(Failure.of(error))
+            return  # the next start reads its header
+        row = ExtentRow(
+            key=write.key,
+            parent=write.parent,
+            first_token=write.first_token,
+            keys=write.keys,
+            block_bytes=write.block_bytes,
+            file_bytes=written.file_bytes,
+            created=write.created,
+            last_used=write.last_used,
+            hits=write.hits,
+        )
+        self._index.add(PutRow(_row_name(name), IndexedFile(row, status.st_ino, status.st_ctime_ns)))
+
+    def _written(self, write: Write, written: WrittenFile, failure: Failure | None, started: float) -> Report:
+        if failure is None:
+            return WriteDone(write.op, written.file_bytes, time.monotonic() - started)
+        self._gate.write_failed(failure, 0)
+        return OpFailed(
+            write.op, failure.reason, f"the file is there, but its folder was not flushed: {failure.problem}"
+        )
+
+    # ---------------------------------------------------------------- read
+
+    def read(self, read: Read) -> None:
+        self._answer("Read", read.key, lambda: self._read(read), lambda reason, _: ReadDone(read.op, 0, 0.0, reason))
+
+    def _read(self, read: Read) -> Report:
+        started = time.monotonic()
+        name = ExtentName.of(read)
+        outcome = self._files.read(self._directory, self._arena, read, self._identity_for(read))
+        if outcome.failure is not None:
+            self._gate.count(outcome.failure)
+        return ReadDone(
+            op=read.op,
+            valid=outcome.valid,
+            seconds=time.monotonic() - started,
+            reason=outcome.reason,
+            gone=self._settle(name, outcome),
+            tokens=outcome.tokens,
+            extras=outcome.extras,
+        )
+
+    def _identity_for(self, read: Read) -> Identity | None:
+        """None where it is not known: the header's own digest of it is compared in any case."""
+        try:
+            return self._groups.look_up(read.fingerprint, read.group)
+        except StorageError as error:
+            self._gate.count(Failure.of(error))
+            return None
+
+    def _settle(self, name: ExtentName, outcome: ReadOutcome) -> bool:
+        """Whether there is nothing to read under that name any more. A damaged file is set aside; where that fails, it
+        is still not to be asked for again."""
+        if outcome.damaged:
+            log.warning("%s is damaged (%s): %s", name, outcome.reason, outcome.problem)
+            try:
+                self._set_aside(name, outcome.reason or Reason.BAD_HEADER)
+            except StorageError as error:
+                self._gate.count(Failure.of(error))
+                log.warning("%s can't be set aside: %s", name, error)
+            return True
+        if outcome.reason in _GONE:
+            self._index.add(DropRow(_row_name(name)))
+            return True
+        return False
+
+    # ---------------------------------------------------------------- remove, set aside
+
+    def remove(self, remove: Remove) -> None:
+        self._answer(
+            "Remove",
+            remove.key,
+            lambda: self._remove(remove),
+            lambda reason, problem: OpFailed(remove.op, reason, problem),
+        )
+
+    def _remove(self, remove: Remove) -> Report | None:
+        name = ExtentName.of(remove)
+        self._index.add(DropRow(_row_name(name)))
+        try:
+            was_there = self._files.remove(self._directory, name)
+        except StorageError as error:
+            return self._remove_failed(remove.op, name, error)
+        if not was_there:
+            return RemoveDone(remove.op)
+        self._flush_then((name.folder,), lambda failure: self._removed(remove.op, failure))
+        return None
+
+    def set_aside(self, aside: SetAside) -> None:
+        self._answer(
+            "SetAside",
+            aside.key,
+            lambda: self._move_away(aside),
+            lambda reason, problem: OpFailed(aside.op, reason, problem),
+        )
+
+    def _move_away(self, aside: SetAside) -> Report | None:
+        name = ExtentName.of(aside)
+        try:
+            was_there = self._set_aside(name, aside.reason)
+        except StorageError as error:
+            return self._remove_failed(aside.op, name, error)
+        if not was_there:
+            return RemoveDone(aside.op)
+        self._flush_then(((QUARANTINE,), name.folder), lambda failure: self._removed(aside.op, failure))
+        return None
+
+    def _set_aside(self, name: ExtentName, reason: Reason) -> bool:
+        self._index.add(DropRow(_row_name(name)))
+        return self._quarantine.set_aside(name, reason, self._now())
+
+    def _removed(self, op: int, failure: Failure | None) -> Report:
+        """It is gone from its name either way; a flush that failed may bring it back after a power loss, when the next
+        start finds and counts it."""
+        if failure is not None:
+            self._gate.count(failure)
+        return RemoveDone(op)
+
+    def _remove_failed(self, op: int, name: ExtentName, error: StorageError) -> Report:
+        self._gate.count(Failure.of(error))
+        log.warning("%s was not removed: %s", name, error)
+        return OpFailed(op, Reason(error.reason), str(error))
+
+    # ---------------------------------------------------------------- touch
+
+    def touch_row(self, row: TouchRow) -> None:
+        """The index's part, which needs no place in the queue: a row that is not there is not made."""
+        self._index.add(TouchedRow(_row_name(ExtentName.of(row)), row.last_used, row.hits))
+
+    def touch_file(self, row: TouchRow) -> None:
+        """The mtime, and the row's stamp with it."""
+        self._answer("Touch", row.key, lambda: self._touch_file(row), None)
+
+    def _touch_file(self, row: TouchRow) -> None:
+        name = ExtentName.of(row)
+        self._times.was_set(name, time.monotonic())
+        try:
+            before = self._files.status(self._directory, name)
+            self._files.set_mtime(self._directory, name, min(row.last_used, self._now()))
+            after = self._files.status(self._directory, name)
+        except StorageError as error:
+            if error.reason != Reason.NOT_FOUND:  # it was removed meanwhile
+                self._gate.count(Failure.of(error))
+            return
+        restamp = Restamp(before.st_ctime_ns, after.st_ctime_ns)
+        self._index.add(TouchedRow(_row_name(name), row.last_used, row.hits, restamp))
+
+    # ---------------------------------------------------------------- scrub
+
+    def check(self, name: ExtentName, *, repair: bool, pause: Callable[[int], None]) -> Checked:
+        """Verify one file; with `repair`, set it aside when it is damaged. Raises what `pause` raises."""
+        verified = self._files.verify(self._directory, name, pause)
+        if verified.failure is not None and verified.reason != Reason.NOT_FOUND:
+            self._gate.count(verified.failure)
+        if not verified.damaged:
+            return Checked(verified, False)
+        log.warning("%s is damaged (%s): %s", name, verified.reason, verified.problem)
+        try:
+            return Checked(verified, repair and self._set_aside(name, verified.reason or Reason.CHECKSUM))
+        except StorageError as error:
+            self._gate.count(Failure.of(error))
+            return Checked(verified, False)
+
+    # ---------------------------------------------------------------- answering
+
+    def _answer(
+        self,
+        what: str,
+        key: bytes,
+        work: Callable[[], Report | None],
+        failed: Callable[[Reason, str], Report] | None,
+    ) -> None:
+        """Report what `work` comes to. An exception that nobody foresaw fails this operation alone."""
+        try:
+            report = work()
+        except Exception as error:  # a bug met by one extent must not take the worker, and all others' bytes, with it
+            log.exception("%s of %s failed", what, key.hex())
+            report = failed(Reason.IO_ERROR, f"{type(error).__name__}: {error}") if failed is not None else None
+        if report is not None:
+            self._report([report])
+
+    def _flush_then(self, folders: Sequence[Parts], then: Then) -> None:
+        self._flusher.add(folders, then)
+
+
+def _row_name(name: ExtentName) -> bytes:
+    return Namespace.of(name).row_name(name.key)
+
+
+def _expected_bytes(write: Write) -> int:
+    """Room for the blocks, and for a header of about the size of what goes into it."""
+    extras = sum(len(extra) for several in write.extras.values() for extra in several)
+    header = ALIGN_BYTES + 2 * len(write.keys) + len(write.tokens) + extras
+    return file_bytes(count_keys(write.keys), write.block_bytes, -(-header // ALIGN_BYTES) * ALIGN_BYTES)

@@ -1,0 +1,177 @@
+"""What is told about the tier once a second, and at once when it changes: writable or not, room, errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tierkv.core.instructions import Report, TierHealth
+from tierkv.core.reasons import Reason
+from tierkv.errors import StorageError
+from tierkv.storage.catalog import Catalog
+from tierkv.storage.directory import PAGE_BYTES, DataDirectory
+from tierkv.storage.names import DIGESTS, TEMP, Parts
+from tierkv.storage.quarantine import Quarantine
+from tierkv.storage.system_calls import Failure, call
+from tierkv.storage.temp_file import TempFile
+from tierkv.workers.lifeline import OnDeath, end_process, start_thread
+from tierkv.workers.tier_gate import Closed, TierGate
+
+log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 1.0
+PRUNE_PERIODS = 60  # quarantine is bounded in age too, so somebody must look
+
+
+class HealthWatch:
+    """One thread that looks, probes where writing has failed, and reports."""
+
+    def __init__(
+        self,
+        directory: DataDirectory,
+        catalog: Catalog,
+        quarantine: Quarantine,
+        gate: TierGate,
+        report: Callable[[Sequence[Report]], None],
+        now: Callable[[], float],
+        *,
+        period_seconds: float = PERIOD_SECONDS,
+        on_death: OnDeath = end_process,
+    ) -> None:
+        self._directory = directory
+        self._catalog = catalog
+        self._quarantine = quarantine
+        self._gate = gate
+        self._report = report
+        self._now = now
+        self._period_seconds = period_seconds
+        self._on_death = on_death
+        self._was_closed: Closed | None = None
+        self._periods = 0
+        self._probe_at: float | None = None
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Report now, and from now on every period."""
+        self.look()
+        self._thread = start_thread("health", self._run, on_death=self._on_death)
+
+    def wake(self) -> None:
+        """Something changed: look now."""
+        self._wake.set()
+
+    def close(self, timeout_seconds: float) -> bool:
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._wake.wait(self._period_seconds)
+            self._wake.clear()
+            if not self._is_closed:
+                self.look()
+
+    def look(self) -> None:
+        """One look, and one report."""
+        free_bytes = self._look_at_room()
+        self._look_at_faults()
+        self._prune()
+        closed = self._gate.closed
+        self._log(closed)
+        usage = self._quarantine.usage()
+        index_bytes = self._catalog.file_bytes()
+        beside = max(0, self._folder_bytes((TEMP,)) - self._gate.writing_bytes) + self._folder_bytes((DIGESTS,))
+        health = TierHealth(
+            writable=closed is None,
+            overhead_bytes=index_bytes + usage.num_bytes + beside,
+            free_bytes=free_bytes,
+            reason=None if closed is None else closed.reason,
+            problem="" if closed is None else closed.problem,
+            quarantined_files=usage.files,
+            quarantined_bytes=usage.num_bytes,
+            index_bytes=index_bytes,
+            errors=self._gate.errors,
+        )
+        self._report([health])
+
+    def _look_at_room(self) -> int:
+        try:
+            space = self._directory.space()
+        except StorageError as error:
+            self._gate.count(Failure.of(error))
+            return 0
+        self._gate.look(space)
+        return space.free_bytes
+
+    def _look_at_faults(self) -> None:
+        if not self._directory.is_present():
+            self._gate.close(Reason.DATA_DIR_GONE, f"{self._directory.path} was removed or replaced while in use")
+            self._probe_at = None
+        elif not self._gate.has_fault:
+            self._probe_at = None
+        elif self._probe_at is None:  # told first, and probed at the next look
+            self._probe_at = time.monotonic() + self._period_seconds / 2
+        elif time.monotonic() >= self._probe_at:
+            self._probe()
+
+    def _probe(self) -> None:
+        failure = probe(self._directory)
+        if failure is None:
+            self._gate.probe_succeeded()
+            self._probe_at = None
+        else:
+            self._gate.write_failed(failure, PAGE_BYTES)
+            self._probe_at = time.monotonic() + self._period_seconds / 2
+
+    def _prune(self) -> None:
+        self._periods += 1
+        if self._periods % PRUNE_PERIODS == 0:
+            try:
+                self._quarantine.prune(self._now())
+            except StorageError as error:
+                self._gate.count(Failure.of(error))
+
+    def _folder_bytes(self, parts: Parts) -> int:
+        """What the files of a folder take; none where it can't be looked at."""
+        try:
+            with self._directory.folder(parts) as folder_fd:
+                return call("listdir", _sum_of_blocks, folder_fd)
+        except StorageError:
+            return 0
+
+    def _log(self, closed: Closed | None) -> None:
+        if closed is not None and (self._was_closed is None or self._was_closed.reason != closed.reason):
+            log.warning("the NVMe tier is not written to: %s (%s)", closed.problem, closed.reason)
+        elif closed is None and self._was_closed is not None:
+            log.info("the NVMe tier is written to again")
+        self._was_closed = closed
+
+
+def probe(directory: DataDirectory) -> Failure | None:
+    """Write a page as an extent would be, and flush it: None when that works."""
+    try:
+        with TempFile(directory, direct=False) as temp:
+            call("write", os.write, temp.fd, bytes(PAGE_BYTES))
+            temp.flush()
+    except StorageError as error:
+        return Failure.of(error)
+    return None
+
+
+def _sum_of_blocks(folder_fd: int) -> int:
+    total = 0
+    with os.scandir(folder_fd) as entries:
+        for entry in entries:
+            try:
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:
+                continue  # a temp file that was finished meanwhile
+    return total
