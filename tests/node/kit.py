@@ -79,7 +79,7 @@ class Kit:
         )
         self.state = CacheState(limits, [0] * (HOST_BYTES // 4096))
         self.mover = Mover()
-        self.outbox = Outbox(self._transmit)
+        self.outbox = Outbox(self._transmit, lambda: self.now)
         self.core = CoreCalls(self.state, self.mover, self.outbox, self.replaced.append)
         self.announced: list[FrontSession] = []
         self.sessions = SessionTable(self._catch_up)

@@ -86,7 +86,7 @@ class Front:
         state = CacheState(self._limits(), self._generations)
         self._mover = Mover()
         self._router = Router(Path(settings.socket_dir))
-        self._outbox = Outbox(self._router.send)
+        self._outbox = Outbox(self._router.send, self._now)
         self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker)
         self._node = NodeState(
             incarnation=begin.incarnation,

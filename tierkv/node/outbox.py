@@ -13,16 +13,18 @@ from tierkv.wire.messages import Error, Reply
 
 class Outbox:
     """`transmit(peer, frame)` takes a frame without waiting, or says False: a peer that does not read its replies
-    loses them, and nobody else waits for it."""
+    loses them, and nobody else waits for it. `clock` is the node's time, for latencies."""
 
-    def __init__(self, transmit: Callable[[bytes, bytes], bool]) -> None:
+    def __init__(self, transmit: Callable[[bytes, bytes], bool], clock: Callable[[], float]) -> None:
         self._transmit = transmit
+        self._clock = clock
         self.errors: Counter[str] = Counter()
         self.latencies: dict[str, Latency] = {}
         self.dropped = 0
 
     def reply(self, asker: Asker, reply: Reply, now: float) -> None:
-        self.latencies.setdefault(asker.request, Latency()).observe(max(0.0, now - asker.received))
+        answered = max(now, self._clock())  # `now` is when deciding began; what it took belongs to the latency
+        self.latencies.setdefault(asker.request, Latency()).observe(max(0.0, answered - asker.received))
         self.send(asker.peer, reply)
 
     def send(self, peer: bytes, reply: Reply) -> None:
