@@ -109,11 +109,6 @@ class Node(Process):
             raise ProcessFailed(f"tierkv warmup exited with {done.returncode}: {done.stdout}{done.stderr}")
         return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
 
-    @property
-    def socket_dir(self) -> Path:
-        with connect_operator(data_dir=self.data_dir) as operator:
-            return Path(operator.endpoint)
-
     def _is_ready(self) -> bool:
         try:
             with connect_operator(data_dir=self.data_dir) as operator:

@@ -11,6 +11,7 @@ from demo_lib.story import ONE_SHOT, SPLIT, Overhead, Step
 
 WANTED_RATIO = 5.4
 WANTED_OVERHEAD = 0.10
+FEWEST_PAIRS = 3  # fewer say more about what else the machine was doing
 RESTART_STEP = "both killed -9"
 SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MARKS = {ONE_SHOT: "¹", SPLIT: "²"}
@@ -103,10 +104,11 @@ def shortfalls_of(steps: list[Step], overheads: list[Overhead]) -> list[str]:
 
 
 def _overhead_line(overhead: Overhead) -> str:
-    return (
-        f"storing, {overhead.prompt} in {SHORT_NAMES[overhead.dtype]}: {overhead.own_share:.1%} of a cold request was "
-        f"spent in tierkv; {overhead.share:+.1%} from end to end (medians of {overhead.pairs} each, in turns)"
-    )
+    what = f"storing, {overhead.prompt} in {SHORT_NAMES[overhead.dtype]}"
+    own = f"{overhead.own_share:.1%} of a cold request was spent in tierkv"
+    if overhead.pairs < FEWEST_PAIRS:
+        return f"{what}: {own}"
+    return f"{what}: {own}; {overhead.share:+.1%} from end to end (medians of {overhead.pairs} each, in turns)"
 
 
 def _ordered(steps: list[Step]) -> list[Step]:

@@ -27,7 +27,11 @@ STEP = Step(
     same_bytes=True,
 )
 OVERHEAD = Overhead(
-    dtype="bfloat16", prompt="chat", plain_seconds=[5.0, 4.0], cached_seconds=[5.1, 4.08], own_seconds=[0.09, 0.05]
+    dtype="bfloat16",
+    prompt="chat",
+    plain_seconds=[5.0, 4.0, 4.5],
+    cached_seconds=[5.1, 4.08, 4.59],
+    own_seconds=[0.09, 0.05, 0.072],
 )
 
 
@@ -51,7 +55,7 @@ def test_what_must_not_happen_is_a_problem(change: dict[str, Any], words: str) -
 
 def test_slowness_is_told_but_is_no_problem() -> None:
     slow = replace(STEP, first_token_seconds=1.0)
-    dear = replace(OVERHEAD, own_seconds=[0.9, 0.5])
+    dear = replace(OVERHEAD, own_seconds=[0.9, 0.5, 0.5])
     assert problems_of([slow]) == []
     assert len(shortfalls_of([slow], [dear])) == 2
     assert shortfalls_of([STEP], [OVERHEAD]) == []
