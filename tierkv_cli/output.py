@@ -46,6 +46,11 @@ def percent(part: float, whole: float) -> str:
     return "-" if not whole else f"{100 * part / whole:.1f} %"
 
 
+def count(number: int, thing: str) -> str:
+    """ "1 lease", "2 leases"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """The two largest units: "3 h 12 m", "41 s"."""
     whole = max(0, int(seconds))

@@ -47,7 +47,6 @@ def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
         f"tierkv {status.version} is ",
         (status.state, color),
         f", up {duration(status.uptime_seconds)}",
-        "" if status.incarnation <= 1 else f" (front {status.incarnation} of this node)",
     )
     yield f"data directory  {status.data_dir or 'none: memory only'}"
     yield f"endpoint        {endpoint}"
@@ -94,10 +93,12 @@ def _tiers(tiers: tuple[TierUsage, ...]) -> RenderableType:
 
 
 def _held(status: StatusReply) -> str:
+    from tierkv_cli.output import count
+
     dirty = f", {status.dirty_extents:,} of them not on disk yet" if status.dirty_extents else ""
     return (
-        f"{status.extents:,} extents{dirty}; {status.sessions:,} engine processes hold "
-        f"{status.leases:,} leases and {status.tickets:,} tickets"
+        f"{count(status.extents, 'extent')}{dirty}; {count(status.sessions, 'session')} (this command is one) with "
+        f"{count(status.leases, 'lease')} and {count(status.tickets, 'ticket')}"
     )
 
 

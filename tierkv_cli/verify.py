@@ -108,7 +108,7 @@ def _verification(where: Where, repair: bool, meter: Meter) -> Iterator[VerifyRe
 
 def _tell(findings: Findings, seconds: float) -> None:
     from tierkv.config.sizes import human_size
-    from tierkv_cli.output import console, duration, table
+    from tierkv_cli.output import console, count, duration, table
 
     if findings.damaged:
         shown = table("damaged file", "reason")
@@ -116,7 +116,9 @@ def _tell(findings: Findings, seconds: float) -> None:
             shown.add_row(entry.path, entry.reason)
         console().print(shown)
         click.echo("")
-    rate = f" ({human_size(int(findings.checked_bytes / seconds))}/s)" if seconds > 0.1 else ""
+    rate = (
+        f" ({human_size(int(findings.checked_bytes / seconds))}/s)" if findings.checked_bytes and seconds > 0.1 else ""
+    )
     click.echo(
         f"checked {findings.checked_files:,} of {findings.total_files:,} files, "
         f"{human_size(findings.checked_bytes)} in {duration(seconds)}{rate}: {len(findings.damaged):,} damaged"
@@ -124,7 +126,7 @@ def _tell(findings: Findings, seconds: float) -> None:
     if findings.set_aside:
         click.echo(f"{findings.set_aside:,} moved to quarantine")
     if findings.left and findings.repair:
-        click.echo(f"tierkv: {findings.left:,} damaged files could not be moved away", err=True)
+        click.echo(f"tierkv: {count(findings.left, 'damaged file')} could not be moved away", err=True)
     elif findings.left:
         click.echo("tierkv: damaged files are left; `tierkv verify --repair` moves them to quarantine", err=True)
     if findings.interrupted:

@@ -103,7 +103,7 @@ def _as_object(progress: WarmupReply | None, interrupted: bool, seconds: float) 
 
 def _tell(progress: WarmupReply | None, interrupted: bool, seconds: float) -> None:
     from tierkv.config.sizes import human_size
-    from tierkv_cli.output import duration
+    from tierkv_cli.output import count, duration
 
     if progress is not None:
         brought = (
@@ -113,7 +113,7 @@ def _tell(progress: WarmupReply | None, interrupted: bool, seconds: float) -> No
         already = f", {human_size(progress.already_bytes)} was there before" if progress.already_bytes else ""
         click.echo(brought + already)
         if progress.failed_extents:
-            click.echo(f"tierkv: {progress.failed_extents:,} extents could not be read", err=True)
+            click.echo(f"tierkv: {count(progress.failed_extents, 'extent')} could not be read", err=True)
         if progress.reason and not interrupted:
             click.echo(f"tierkv: not all of it: {progress.reason}", err=True)
     if interrupted:

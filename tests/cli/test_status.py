@@ -13,7 +13,7 @@ def test_a_ready_node_shows_tiers_sessions_counts_and_processes(tierkv, node):
     assert "[#####...............]" in outcome.out
     assert "25.0 %" in outcome.out
     assert "1,234 extents, 3 of them not on disk yet" in outcome.out
-    assert "2 engine processes hold 1 leases and 0 tickets" in outcome.out
+    assert "2 sessions (this command is one) with 1 lease and 0 tickets" in outcome.out
     assert "tokens asked for 16,000, hit 8,800 (55.0 %): host 6,400, nvme 2,400" in outcome.out
     assert "storage" in outcome.out
 
@@ -53,11 +53,6 @@ def test_a_recovering_node_says_how_far_it_is(tierkv, node):
     node.statuses = [status(state="recovering", recovery_stage="headers", recovery_done=50, recovery_total=200)]
     out = tierkv("status").out
     assert "headers [#####...............] 50 of 200" in out
-
-
-def test_a_second_front_is_mentioned(tierkv, node):
-    node.statuses = [status(incarnation=3)]
-    assert "front 3 of this node" in tierkv("status").out
 
 
 def test_json_is_the_reply_and_the_endpoint(tierkv, node):

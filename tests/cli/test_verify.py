@@ -70,7 +70,7 @@ def test_a_damaged_file_that_could_not_be_moved_away_is_exit_code_4(tierkv, node
     node.steps = [progress(10, finished=True, damaged=[BAD])]
     outcome = tierkv("verify", "--repair")
     assert outcome.code == 4
-    assert "1 damaged files could not be moved away" in outcome.err
+    assert "1 damaged file could not be moved away" in outcome.err
 
 
 # ---- without a node
