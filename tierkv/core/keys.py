@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 from blake3 import blake3
+
+if TYPE_CHECKING:
+    import numpy as np
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
@@ -24,6 +27,9 @@ _NO_EXTRAS_FRAME = struct.pack("<I", 0)
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises ValueError for ids outside of 0 .. 2**32 - 1."""
+    # Importing it takes a tenth of a second, which processes that are never given token ids need not spend.
+    import numpy as np  # noqa: PLC0415
+
     wide = np.asarray(tokens)
     if wide.size == 0:
         return b""
