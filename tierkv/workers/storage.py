@@ -302,9 +302,9 @@ def _node_clock(config: WorkerConfig) -> Callable[[], float]:
     return lambda: config.wall_zero + (time.monotonic() - config.monotonic_zero)
 
 
-def main(argument: str) -> int:
-    """The process; see worker_config.py for what it returns."""
-    config = WorkerConfig.decode(argument)
+def main(arguments: Sequence[str]) -> int:
+    """The process; see worker_config.py for its argument, and for what it returns."""
+    config = WorkerConfig.decode(arguments[0])
     end_with_parent(config.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what a terminal sends to all: the supervisor says when to stop
@@ -324,7 +324,7 @@ def main(argument: str) -> int:
 
 if __name__ == "__main__":
     try:
-        status = main(sys.argv[1])
+        status = main(sys.argv[1:])
     except Exception:  # the main thread died, and the process with it, like for any other of its threads
         log.exception("the storage worker")
         status = EXIT_THREAD_DIED
