@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tierkv.client.blocking import Operator
     from tierkv_cli.progress import Meter
 
-REACH_SECONDS = 2.0
+REACH_SECONDS = 1.5
 """How long a node may take to answer before a command says that there is none (and exits, within 3 s of its start)."""
 
 PATIENCE_SECONDS = 60.0
