@@ -12,6 +12,9 @@ import pytest
 
 from tests.ledger import Holdings, left_over
 
+SCRIPT_VARIABLES = ("TIERKV_VENV", "TIERKV_PYTHON", "TIERKV_EXTRA_INDEX_URL", "TIERKV_CACHE")
+"""What scripts/ are told by; the product does not look at them."""
+
 
 @pytest.fixture(scope="session")
 def runtime_dir() -> Iterator[Path]:
@@ -23,10 +26,10 @@ def runtime_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_surroundings(runtime_dir: Path) -> Iterator[None]:
-    """No TIERKV_ variable, configuration file or running node of the user reaches a test."""
+    """No setting, configuration file or running node of the user reaches a test."""
     with pytest.MonkeyPatch.context() as patch:
         for variable in list(os.environ):
-            if variable.startswith("TIERKV_") and not variable.startswith("TIERKV_TEST_"):
+            if variable.startswith("TIERKV_") and variable not in SCRIPT_VARIABLES:
                 patch.delenv(variable)
         patch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
         patch.setenv("XDG_CONFIG_HOME", str(runtime_dir / "no-config"))
