@@ -1,0 +1,141 @@
+"""An engine's copies between its own buffers and the arena, with all that the client does around them.
+
+    host -> engine    acquire + lease.copy_into + release      beside numpy copying the same slots into such a buffer
+    engine -> host    reserve + ticket.copy_from + commit      beside numpy copying such a buffer into slots like these
+
+Each round takes the next prompt and the next buffer of a set several times larger than the last cache, so that neither
+side finds in the cache what the other has just moved. The destinations have been written before: no page is new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.machine import l3_bytes
+from benchmarks.measure import Plan, alternate
+from benchmarks.node import running_node
+from benchmarks.prompts import EXTENT_BYTES, SMOLLM2_BLOCK_BYTES, blocks_of_extent, human, make_identity, make_tokens
+from benchmarks.report import Figure, of_rates, of_seconds
+from tierkv.client import Client, Group, connect
+
+QUESTION = "how near to a plain copy are an engine's copies of one extent?"
+
+LEAST_RATIO = 0.7
+SHAPES = (SMOLLM2_BLOCK_BYTES, 2**20, 5 * 2**20)
+DEADLINE_SECONDS = 10.0
+
+
+def measure(plan: Plan) -> Iterator[Figure]:
+    buffers = max(16, 4 * l3_bytes() // EXTENT_BYTES)
+    arena_bytes = 4 * buffers * EXTENT_BYTES
+    for block_bytes in SHAPES:
+        with (
+            running_node(name="copies", host_bytes=arena_bytes, session_bytes=arena_bytes) as node,
+            connect(node.endpoint, timeout_seconds=DEADLINE_SECONDS) as client,
+        ):
+            yield from _host_to_engine(plan, client, block_bytes, buffers)
+            yield from _engine_to_host(plan, client, block_bytes, buffers)
+
+
+def _host_to_engine(plan: Plan, client: Client, block_bytes: int, buffers: int) -> Iterator[Figure]:
+    group = client.open(make_identity(block_bytes, salt="read"))
+    blocks = blocks_of_extent(block_bytes)
+    prompts = [make_tokens(number, blocks) for number in range(buffers)]
+    engine = np.ones((buffers, blocks, block_bytes), np.uint8)
+    for tokens in prompts:
+        _store(group, tokens, engine[0])
+    held = [group.acquire(tokens, deadline_seconds=DEADLINE_SECONDS) for tokens in prompts]
+    slots = [lease.raw_views() for lease in held]
+    around: list[float] = []
+
+    def through_client(number: int) -> float:
+        at = number % buffers
+        start = time.perf_counter()
+        with group.acquire(prompts[at], deadline_seconds=DEADLINE_SECONDS) as lease:
+            before = time.perf_counter()
+            valid = lease.copy_into(engine[at])
+            after = time.perf_counter()
+        end = time.perf_counter()
+        assert valid == blocks, (valid, lease.reason)
+        around.append(end - start - (after - before))
+        return end - start
+
+    def plain(number: int) -> float:
+        at = (number + buffers // 2) % buffers
+        start = time.perf_counter()
+        for first, rows in slots[at]:
+            np.copyto(engine[at, first : first + len(rows)], rows)
+        return time.perf_counter() - start
+
+    seconds = alternate(plan.rounds(300, 40), {"client": through_client, "plain": plain})
+    slots.clear()
+    for lease in held:
+        lease.release()
+    yield of_rates(
+        f"host -> engine, blocks of {human(block_bytes)}",
+        blocks * block_bytes,
+        seconds["client"],
+        beside="memcpy",
+        limit=seconds["plain"],
+        least_ratio=LEAST_RATIO,
+    )
+    yield of_seconds("of that, all but the copy", around[1:], unit="us")
+
+
+def _engine_to_host(plan: Plan, client: Client, block_bytes: int, buffers: int) -> Iterator[Figure]:
+    group = client.open(make_identity(block_bytes, salt="write"))
+    blocks = blocks_of_extent(block_bytes)
+    engine = np.ones((buffers, blocks, block_bytes), np.uint8)
+    held = [
+        group.reserve(make_tokens(-1 - number, blocks), deadline_seconds=DEADLINE_SECONDS) for number in range(buffers)
+    ]
+    slots = [list(ticket.runs()) for ticket in held]
+    for views in slots:
+        for _first, rows in views:
+            rows[:] = 0
+    around: list[float] = []
+
+    def through_client(number: int) -> float:
+        at = number % buffers
+        tokens = make_tokens(number, blocks)
+        start = time.perf_counter()
+        with group.reserve(tokens, deadline_seconds=DEADLINE_SECONDS) as ticket:
+            before = time.perf_counter()
+            ticket.copy_from(engine[at])
+            after = time.perf_counter()
+            committed = ticket.commit()
+        end = time.perf_counter()
+        assert committed.visible == blocks, committed
+        around.append(end - start - (after - before))
+        return end - start
+
+    def plain(number: int) -> float:
+        at = (number + buffers // 2) % buffers
+        start = time.perf_counter()
+        for first, rows in slots[at]:
+            np.copyto(rows, engine[at, first : first + len(rows)])
+        return time.perf_counter() - start
+
+    seconds = alternate(plan.rounds(300, 40), {"client": through_client, "plain": plain})
+    slots.clear()
+    for ticket in held:
+        ticket.abort()
+    yield of_rates(
+        f"engine -> host, blocks of {human(block_bytes)}",
+        blocks * block_bytes,
+        seconds["client"],
+        beside="memcpy",
+        limit=seconds["plain"],
+        least_ratio=LEAST_RATIO,
+    )
+    yield of_seconds("of that, all but the copy", around[1:], unit="us")
+
+
+def _store(group: Group, tokens: list[int], source: np.ndarray) -> None:
+    with group.reserve(tokens, deadline_seconds=DEADLINE_SECONDS) as ticket:
+        ticket.copy_from(source)
+        committed = ticket.commit()
+    assert committed.visible == len(source), committed
