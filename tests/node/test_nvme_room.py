@@ -66,3 +66,14 @@ def test_without_a_word_of_the_disk_nothing_changes() -> None:
     room.note(rows(GIB))
     assert room.at_recovery() is None
     assert room.num_bytes == UNKNOWN
+
+
+def test_less_room_than_was_asked_for_is_said_with_both_numbers() -> None:
+    mib = 2**20
+    room = NvmeRoom(150 * mib, 20 * mib)
+    assert room.shortage == ""
+    room.note(health(free=80 * mib))
+    assert room.at_recovery() == 60 * mib
+    assert "150.0 MiB" in room.shortage
+    assert "60.0 MiB" in room.shortage
+    assert NvmeRoom(None, 0).shortage == ""

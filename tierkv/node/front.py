@@ -281,6 +281,8 @@ class Front:
     def _set_nvme_room(self, num_bytes: int | None, now: float) -> None:
         if num_bytes is not None:
             self._service.nvme_limit(num_bytes, now)
+            if self._nvme_room.shortage:
+                log.warning("%s", self._nvme_room.shortage)
 
     def _replace_worker(self, problem: str) -> None:
         log.error("the storage worker can't be spoken to any more: %s", problem)

@@ -8,6 +8,7 @@ Other data that grows makes the room smaller, and it comes back when that goes.
 
 from __future__ import annotations
 
+from tierkv.config.sizes import human_size
 from tierkv.core.instructions import AnyReport, Rows, TierHealth
 
 UNKNOWN = 2**62
@@ -22,6 +23,7 @@ class NvmeRoom:
     def __init__(self, asked_bytes: int | None, reserve_bytes: int) -> None:
         self.num_bytes = asked_bytes if asked_bytes is not None else UNKNOWN
         self._asked = asked_bytes
+        self._setting = asked_bytes
         self._reserve = reserve_bytes
         self._row_bytes = 0
         self._health: TierHealth | None = None
@@ -44,6 +46,16 @@ class NvmeRoom:
     def at_health(self, extent_bytes: int) -> int | None:
         """The room now that the extents take `extent_bytes`; None: as it was."""
         return self._change(extent_bytes)
+
+    @property
+    def shortage(self) -> str:
+        """In words, with both numbers, when the disk has less than the setting asks for; else empty."""
+        if self._setting is None or self.num_bytes >= self._setting:
+            return ""
+        return (
+            f"nvme_bytes asks for {human_size(self._setting)}, the disk has room for {human_size(self.num_bytes)} with "
+            f"{human_size(self._reserve)} left free (nvme_reserve_bytes): using that"
+        )
 
     def _change(self, extent_bytes: int) -> int | None:
         if self._health is None:
