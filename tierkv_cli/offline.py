@@ -11,7 +11,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
 from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.extent_file import Verified, verify_file
+from tierkv.storage.extent_file import verify_file
 from tierkv.storage.index_row import Namespace
 from tierkv.storage.names import ExtentName
 from tierkv.storage.quarantine import Quarantine
@@ -66,7 +66,7 @@ class _Scrub:
     def _check(self, name: ExtentName) -> None:
         found = verify_file(self._directory, name, pause=self._count_bytes)
         self._checked += 1
-        if not _is_wrong(found):
+        if not found.is_worth_telling:
             return
         self._damaged += 1
         self._untold.append(DamagedEntry(str(name), str(found.reason)))
@@ -95,11 +95,6 @@ class _Scrub:
             finished=finished,
             set_aside_files=self._set_aside,
         )
-
-
-def _is_wrong(found: Verified) -> bool:
-    """Damaged, or not to be read; a file that went away meanwhile is fine."""
-    return found.damaged or (found.failure is not None and found.reason != Reason.NOT_FOUND)
 
 
 def _extents(directory: DataDirectory) -> Iterator[ExtentName]:

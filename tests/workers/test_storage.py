@@ -32,8 +32,8 @@ from tierkv.core.instructions import (
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.extent_file import ReadOutcome, WrittenFile
-from tierkv.storage.names import Parts
+from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
+from tierkv.storage.names import ExtentName, Parts
 from tierkv.storage.system_calls import Failure
 from tierkv.workers.files import Files
 
@@ -528,6 +528,22 @@ def test_scrubbing_finds_damage_and_repair_sets_it_aside(root: Path) -> None:
         moved = [moved for r in desk.reports if isinstance(r, ScrubProgress) for moved in r.set_aside]
         assert moved == [(bad.group, 0, bad.name.key)]
         assert len(os.listdir(root / "quarantine")) == 1
+
+
+def test_scrubbing_tells_of_a_file_that_can_not_be_read_and_leaves_it(root: Path) -> None:
+    class Unreadable(Files):
+        def verify(self, directory: DataDirectory, name: ExtentName, pause: Callable[[int], None]) -> Verified:
+            return Verified(
+                0, 0, 0, Reason.IO_ERROR, "bad sector", failure=Failure(Reason.IO_ERROR, "preadv", "EIO", "")
+            )
+
+    sample = Sample()
+    with Desk(root, files=Unreadable()) as desk:
+        desk.store(sample, 1)
+        desk.send(Scrub(op=10, repair=True))
+        desk.wait(lambda report: isinstance(report, ScrubProgress) and report.finished)
+        assert sum_of_damage(desk, 10) == [(str(sample.name), "io_error")]
+        assert path_of(root, sample).exists()
 
 
 def sum_of_damage(desk: Desk, op: int) -> list[tuple[str, str]]:

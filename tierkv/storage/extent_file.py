@@ -103,6 +103,12 @@ class Verified:
     damaged: bool = False
     failure: Failure | None = None
 
+    @property
+    def is_worth_telling(self) -> bool:
+        """It is damaged or can't be read. A file that went away meanwhile is fine, and an unknown format is not ours to
+        judge."""
+        return self.damaged or (self.failure is not None and self.reason != Reason.NOT_FOUND)
+
 
 # ---- writing
 

@@ -162,7 +162,7 @@ class Scrubber:
 
 def _count(progress: _Progress, name: ExtentName, checked: Checked) -> None:
     progress.checked += 1
-    if checked.verified.damaged:
+    if checked.verified.is_worth_telling:
         progress.damaged.append((str(name), str(checked.verified.reason)))
     if checked.was_set_aside:
         progress.set_aside.append((name.group, name.rank, name.key))
