@@ -144,7 +144,7 @@ class GroupFound(Report, frozen=True, tag=True):
     model_name: str = ""
 
 
-class ExtentRow(msgspec.Struct, frozen=True, array_like=True):
+class ExtentRow(msgspec.Struct, frozen=True, array_like=True, gc=False):  # there are a hundred thousand of them
     key: bytes
     parent: bytes
     first_token: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
+from contextlib import ExitStack
 from enum import StrEnum
 from typing import BinaryIO
 
@@ -18,13 +19,15 @@ from tierkv.core.instructions import ExtentRow
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, StorageError, UnknownFormat
-from tierkv.storage.directory import DataDirectory
+from tierkv.storage.directory import PAGE_BYTES, DataDirectory
 from tierkv.storage.extent_header import check_name, load_extent, open_regular
 from tierkv.storage.format import decode_intact
 from tierkv.storage.index_row import IndexedFile, Namespace
 from tierkv.storage.names import ExtentName
+from tierkv.storage.system_calls import call
 
 FRAME = struct.Struct("<I")
+FILES_AHEAD = 64
 
 
 class HeaderJob(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +69,7 @@ class Unusable(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
     problem: str
 
 
-class Usable(msgspec.Struct, frozen=True, array_like=True, tag="usable"):
+class Usable(msgspec.Struct, frozen=True, array_like=True, tag="usable", gc=False):
     file: IndexedFile
 
 
@@ -75,23 +78,41 @@ Finding = Usable | Unusable
 
 def read_headers(directory: DataDirectory, job: HeaderJob) -> list[Finding]:
     """What each file of the job is, in their order."""
-    keys = job.split_keys()
-    if not keys:
+    names = [job.namespace.extent(key) for key in job.split_keys()]
+    if not names:
         return []
-    names = [job.namespace.extent(key) for key in keys]
+    findings: list[Finding] = []
     try:
         with directory.folder(names[0].folder) as folder_fd:
-            return [_find(folder_fd, name, job.now) for name in names]
+            for start in range(0, len(names), FILES_AHEAD):
+                findings += _read_together(folder_fd, names[start : start + FILES_AHEAD], job.now)
     except StorageError as error:
-        return [_unusable(name, error) for name in names]
+        findings += [_unusable(name, error) for name in names[len(findings) :]]
+    return findings
 
 
-def _find(folder_fd: int, name: ExtentName, now: float) -> Finding:
+def _read_together(folder_fd: int, names: list[ExtentName], now: float) -> list[Finding]:
+    """All headers are asked for before the first one is waited for: a disk has many in flight as fast as one."""
+    with ExitStack() as opened:
+        files: list[tuple[int, os.stat_result] | Unusable] = []
+        for name in names:
+            try:
+                fd, status = opened.enter_context(open_regular(folder_fd, name.file))
+                call("posix_fadvise", os.posix_fadvise, fd, 0, PAGE_BYTES, os.POSIX_FADV_WILLNEED)
+                files.append((fd, status))
+            except (StorageError, ForeignFile) as error:
+                files.append(_unusable(name, error))
+        return [
+            file if isinstance(file, Unusable) else _find(name, *file, now)
+            for name, file in zip(names, files, strict=True)
+        ]
+
+
+def _find(name: ExtentName, fd: int, status: os.stat_result, now: float) -> Finding:
     try:
-        with open_regular(folder_fd, name.file) as (fd, status):
-            header = load_extent(fd, status, decode=decode_intact).header
+        header = load_extent(fd, status, decode=decode_intact).header
         check_name(header, name)
-    except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
+    except (StorageError, DamagedFile, UnknownFormat) as error:
         return _unusable(name, error)
     created = min(header.created, now)
     row = ExtentRow(

@@ -56,7 +56,7 @@ class Namespace:
         return cls(fingerprint.hex(), group, rank)
 
 
-class IndexedFile(msgspec.Struct, frozen=True, array_like=True):
+class IndexedFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the index knows of one file, and the stamp of the file it was learned from."""
 
     row: ExtentRow
