@@ -65,9 +65,10 @@ def load_files(name: str) -> Files:
         return Files()
     module, _, attribute = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError("files", str(error)) from error
+    made = make() if callable(make) else make
     if not isinstance(made, Files):
         raise ConfigError("files", f"{name} makes a {type(made).__name__}")
     return made
