@@ -74,6 +74,31 @@ def test_an_end_whose_reply_was_lost_is_sent_until_it_is_confirmed(
     assert len({release.id for release in releases}) == len(releases) == 4
 
 
+def test_a_release_waits_for_no_answer_and_is_not_repeated_once_that_has_come(
+    node: FakeNode, client: Client, group: Group, skip_time: SkipTime
+) -> None:
+    store(group, TOKENS)
+    node.script[Release].append(hold)
+    group.acquire(TOKENS).release()
+    assert client.counters.by_reason == {}
+    assert client.counters.in_doubt == 1
+    node.wait_for(Release)
+    node.release_held()
+    group.match(TOKENS)
+    skip_time(client, 1.1)
+    assert group.match(TOKENS).blocks == 4
+    assert client.counters.in_doubt == 0
+    assert client.counters.stale_replies == 0
+    assert len(node.saw(Release)) == 1
+
+
+def test_an_abort_waits_for_no_answer(node: FakeNode, client: Client, group: Group) -> None:
+    node.script[Abort].append(drop)
+    group.reserve(TOKENS).abort()
+    assert client.counters.by_reason == {}
+    assert node.open_grants == 0
+
+
 def test_an_end_in_doubt_goes_ahead_of_the_next_request(
     node: FakeNode, client: Client, group: Group, skip_time: SkipTime
 ) -> None:

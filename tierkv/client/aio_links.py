@@ -14,7 +14,7 @@ import zmq.asyncio
 from tierkv.client.links import configure, id_of
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Ask, Connect, Silence, Step, Verb
+from tierkv.client.steps import Ask, Connect, Silence, Step, Tell, Verb
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
 from tierkv.wire.messages import AnyReply, Request
@@ -148,9 +148,11 @@ class AsyncLinks:
         if isinstance(step, Connect):
             return await asyncio.to_thread(self._state.connect, step.until)
         link = await self._link_of(step)
+        if isinstance(step, Tell):
+            return None if link is None else link.send_doubts()
         return Silence(Reason.NODE_AWAY) if link is None else await link.exchange(step.request, step.until)
 
-    async def _link_of(self, step: Ask) -> AsyncLink | None:
+    async def _link_of(self, step: Ask | Tell) -> AsyncLink | None:
         """None when the session is over or the client closed: nothing can be asked under it any more."""
         session = step.session
         if self._closed or session.over:

@@ -21,7 +21,7 @@ import zmq
 
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Connect, Silence, Verb
+from tierkv.client.steps import Connect, Silence, Tell, Verb
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
 from tierkv.wire.messages import MAX_FRAME_BYTES, AnyReply, Request
@@ -65,8 +65,10 @@ class Link:
         self._room.register(descriptor, zmq.POLLIN)
 
     def exchange(self, request: Request, until: float) -> AnyReply | Malformed | Silence:
-        """Replies to other requests than this one are dropped and counted."""
-        self.send_doubts()
+        """Replies to other requests than this one are noted and dropped."""
+        if self._state.owes(self.session):
+            self._note_arrived()  # what seems to be owed may be confirmed by now
+            self.send_doubts()
         frame = encode(request)
         while not self._send(frame):
             if not self._wait(self._room, until):
@@ -78,8 +80,15 @@ class Link:
                 continue
             if id_of(reply) == request.id:
                 return reply
-            self._state.note_other(id_of(reply), readable=not isinstance(reply, Malformed))
+            self._note(reply)
         return self._silence()
+
+    def _note_arrived(self) -> None:
+        while (reply := self._receive()) is not None:
+            self._note(reply)
+
+    def _note(self, reply: AnyReply | Malformed) -> None:
+        self._state.note_other(id_of(reply), readable=not isinstance(reply, Malformed))
 
     def send_doubts(self) -> None:
         self._state.send_doubts(self.session, lambda ending: self._send(encode(ending)))
@@ -186,7 +195,10 @@ def drive(state: ClientState, pool: LinkPool, verb: Verb[T]) -> T:
             else:
                 if link is None or link.session is not step.session:
                     link = pool.swap(link, step.session)
-                told = Silence(Reason.NODE_AWAY) if link is None else link.exchange(step.request, step.until)
+                if isinstance(step, Tell):
+                    told = None  # that is done below, for every verb
+                else:
+                    told = Silence(Reason.NODE_AWAY) if link is None else link.exchange(step.request, step.until)
             step = verb.send(told)
     except StopIteration as end:
         value: T = end.value

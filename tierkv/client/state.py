@@ -59,7 +59,7 @@ class ClientState:
 
     def begin_call(self) -> None:
         """Raises ForkedClient in a child: the sockets, the session and the grants are its parent's."""
-        if os.getpid() != self._pid:
+        if not self.is_own_process():
             raise ForkedClient("this client was made before fork(): call connect() in the child")
         with self._lock:
             self._calls += 1
@@ -79,6 +79,15 @@ class ClientState:
     def permit(self) -> Permit:
         with self._lock:
             return Permit.REFUSED if self.closed else self._breaker.ask(self.clock())
+
+    @property
+    def is_answering(self) -> bool:
+        """As far as the last call knows. Takes no permit, so it is for what waits for no answer."""
+        return self._breaker.is_closed and not self.closed
+
+    def is_reached(self) -> bool:
+        """As far as is known. Unlike `permit` it owes nothing."""
+        return self._breaker.is_closed and not self.closed
 
     def failed(self, problem: str) -> None:
         now = self.clock()
@@ -167,10 +176,18 @@ class ClientState:
             if not session.retired:
                 self._doubts.add(session, ending)
 
+    def owes(self, session: Session) -> bool:
+        """Whether an end of a grant is due to be sent under `session`."""
+        if not self._doubts:
+            return False
+        with self._lock:
+            return any(self._doubts.due(session, self.clock()))
+
+    def has_doubts(self) -> bool:
+        return len(self._doubts) > 0
+
     def send_doubts(self, session: Session, send: Callable[[Ending], bool]) -> None:
         """Pass to `send` what is due, with a new id each, until it says False (it can't take more now)."""
-        if not self._doubts:
-            return
         now = self.clock()
         with self._lock:
             for doubt in self._doubts.due(session, now):
@@ -202,6 +219,11 @@ class ClientState:
                 in_doubt=len(self._doubts),
                 open_grants=sum(session.grants for session in sessions),
             )
+
+    def is_own_process(self) -> bool:
+        """False in a forked child, which must not so much as close what it has inherited: Detach would end the
+        parent's session, and a shutdown of the socket is felt by both."""
+        return os.getpid() == self._pid
 
     def close(self) -> None:
         """No call goes to the node any more. The session ends as soon as no grant and no view of it is open."""

@@ -31,11 +31,25 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Send what is in doubt under `session`, and go on: a later call notes the answers. Told: nothing."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send what is in doubt under the session, without waiting for replies. Told: None."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
 class Silence:
     """No reply came. DEADLINE: the time was up. NODE_AWAY: the session ended while we waited."""
 
     reason: Reason
 
 
-Step = Connect | Ask
+Step = Connect | Ask | Tell | Tell
 Verb = Generator[Step, Any, T]

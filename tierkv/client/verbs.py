@@ -22,7 +22,7 @@ from tierkv.client.groups import GroupRecord
 from tierkv.client.prompt import Extras, TokenIds, pack_prompt
 from tierkv.client.session import Refusal, Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Ask, Connect, Silence, Step, Verb
+from tierkv.client.steps import Ask, Connect, Silence, Step, Tell, Verb
 from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, TOKEN_BYTES, chain_keys
 from tierkv.core.reasons import Reason
 from tierkv.errors import LayoutMismatch
@@ -233,15 +233,14 @@ class Verbs:
         return self._hold_slots(facts, session, part) if blocks else facts
 
     def release(self, facts: LeaseFacts) -> Verb[None]:
-        """Confirmed by the node, or in doubt and sent again later: at any rate on its way."""
+        """On its way when this returns, and in doubt until the node's answer has come, which a later call notes.
+        Waiting for it would cost a round trip and tell nothing that the caller could act on."""
         session = facts.session
         if session is None:
             return
-        ending = Release(id=0, session=session.token, grant=facts.grant, rank=facts.release_rank)
-        try:
-            yield from self._end_grant(session, ending)
-        finally:
-            self._state.let_go(session)
+        yield from self._give_back(
+            session, Release(id=0, session=session.token, grant=facts.grant, rank=facts.release_rank)
+        )
 
     def report_bad(self, group: GroupRecord, keys: bytes, first_bad: int) -> Verb[Reason | None]:
         blocks = len(keys) // KEY_BYTES
@@ -329,13 +328,10 @@ class Verbs:
         return Committed(visible=reply.visible, staged=reply.staged)
 
     def abort(self, facts: TicketFacts) -> Verb[None]:
+        """On its way when this returns, like `release`."""
         session = facts.session
-        if session is None:
-            return
-        try:
-            yield from self._end_grant(session, Abort(id=0, session=session.token, grant=facts.grant))
-        finally:
-            self._state.let_go(session)
+        if session is not None:
+            yield from self._give_back(session, Abort(id=0, session=session.token, grant=facts.grant))
 
     def seal(self, group: GroupRecord, keys: bytes, wait: str, deadline_seconds: float) -> Verb[Sealed]:
         keys = keys[: MAX_BLOCKS * KEY_BYTES]
@@ -395,7 +391,18 @@ class Verbs:
                     self._state.doubt(session, ending(id=0, session=session.token, grant=grant))
         return answer
 
-    def _end_grant(self, session: Session, ending: Release | Abort | Commit) -> Verb[Answer | Failure]:
+    def _give_back(self, session: Session, ending: Release | Abort) -> Verb[None]:
+        try:
+            if session.over:
+                self._state.session_over(session)
+                return
+            self._state.doubt(session, ending)
+            if self._state.is_answering:
+                yield Tell(session)
+        finally:
+            self._state.let_go(session)
+
+    def _end_grant(self, session: Session, ending: Commit) -> Verb[Answer | Failure]:
         """What doesn't get through now is sent again later. A session that is over has no grants."""
         if session.over:
             self._state.session_over(session)
