@@ -22,7 +22,7 @@ def plant(tree: PrefixTree, keys: bytes, first: int, end: int, *, host: bool = F
     """Blocks [first, end) of the prompt as one extent, the way a commit makes it: head first, then block by block."""
     parent = key_at(keys, first - 1) if first else GROUP
     extent = Extent(group=GROUP, key=key_at(keys, first), parent=parent, first_token=first, ranks=1, created=0.0)
-    above = tree.places(keys)[first - 1] if first else None
+    above = tree.places(GROUP, keys)[first - 1] if first else None
     if host:
         extent.slots[0] = [0]
     extent.keys, extent.num_blocks = extent.key, 1
@@ -33,15 +33,15 @@ def plant(tree: PrefixTree, keys: bytes, first: int, end: int, *, host: bool = F
 
 
 def shape(tree: PrefixTree, keys: bytes) -> list[tuple[int, int]]:
-    return [(segment.start, segment.blocks) for segment in tree.walk(keys)]
+    return [(segment.start, segment.blocks) for segment in tree.walk(GROUP, keys)]
 
 
 def test_an_empty_tree_and_an_empty_prompt_have_no_prefix() -> None:
     tree = PrefixTree()
-    assert tree.walk(keys_of(1, 2)) == []
+    assert tree.walk(GROUP, keys_of(1, 2)) == []
     plant(tree, keys_of(1), 0, 1)
-    assert tree.walk(b"") == []
-    assert tree.places(b"") == []
+    assert tree.walk(GROUP, b"") == []
+    assert tree.places(GROUP, b"") == []
 
 
 def test_a_walk_takes_a_step_an_extent() -> None:
@@ -77,7 +77,7 @@ def test_a_hole_ends_the_walk_but_not_the_search_behind_it() -> None:
     tree, keys = PrefixTree(), keys_of(1, 2, 3, 4, 5, 6)
     near, far = plant(tree, keys, 0, 2), plant(tree, keys, 3, 5)
     assert shape(tree, keys) == [(0, 2)]
-    assert tree.places(keys) == [(near, 0), (near, 1), None, (far, 0), (far, 1), None]
+    assert tree.places(GROUP, keys) == [(near, 0), (near, 1), None, (far, 0), (far, 1), None]
 
 
 def test_an_orphan_is_adopted_by_a_parent_with_other_boundaries() -> None:
@@ -220,13 +220,13 @@ class TreeMachine(RuleBasedStateMachine):
     def look(self, tokens: list[int]) -> None:
         keys = keys_of(*tokens)
         known = [self.present.get(key_at(keys, index)) for index in range(len(tokens))]
-        segments = self.tree.walk(keys)
+        segments = self.tree.walk(GROUP, keys)
         reached = sum(segment.blocks for segment in segments)
         assert reached == (known.index(None) if None in known else len(known))
         assert [segment.start for segment in segments] == [
             sum(before.blocks for before in segments[:index]) for index in range(len(segments))
         ]
-        assert self.tree.places(keys) == known
+        assert self.tree.places(GROUP, keys) == known
 
     @invariant()
     def every_extent_hangs_where_its_parent_key_is(self) -> None:

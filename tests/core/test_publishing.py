@@ -111,7 +111,7 @@ def check(state, group, keys, packed, written, ranks) -> None:
         ]
         expected = [*complete, False].index(False)
         assert state.match(group, keys[prompt]).blocks == expected
-        for segment in state._ledger.tree.walk(keys[prompt]):
+        for segment in state._ledger.tree.walk(group, keys[prompt]):
             extent = segment.extent
             start = extent.first_token * 4
             assert extent.first_token == segment.start * 2

@@ -51,7 +51,7 @@ class Leases:
         shape = ledger.groups[group]
         if any(not 0 <= rank < shape.ranks for rank in by_rank):
             return Refused(Reason.LAYOUT_MISMATCH)
-        path = ledger.tree.walk(keys)
+        path = ledger.tree.walk(group, keys)
         cached = path[-1].start + path[-1].blocks if path else 0
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
         path = _clip(path, allowed)

@@ -1,8 +1,10 @@
 """The prefix tree: extents by the key of their first block, with parents by block key.
 
 A walk compares an extent's packed keys with the next run of the prompt in one comparison, then goes on at the next
-key: a step an extent, not a step a block. Divergence in the middle of an extent needs no split: the new branch is an
-extent whose parent key is the block it follows. Keys are chains rooted in the group, so one dictionary serves all.
+key: a step an extent, not a step a block. Each step stays in the group and behind the block before it, so that keys of
+another group, or from the middle of a prompt, find nothing. Divergence in the middle of an extent needs no split: the
+new branch is an extent whose parent key is the block it follows. Keys are chains rooted in the group, so one
+dictionary serves all.
 """
 
 from __future__ import annotations
@@ -26,44 +28,45 @@ class PrefixTree:
     def __iter__(self) -> Iterator[Extent]:
         return iter(self.heads.values())
 
-    def walk(self, keys: bytes) -> list[Segment]:
+    def walk(self, group: bytes, keys: bytes) -> list[Segment]:
         """The longest visible prefix of a prompt, as the stretches it takes in extents."""
-        return self._walk_from(keys, 0)
+        return self._walk_from(group, keys, 0)
 
-    def places(self, keys: bytes) -> list[tuple[Extent, int] | None]:
+    def places(self, group: bytes, keys: bytes) -> list[tuple[Extent, int] | None]:
         """For each block, its extent and index there, even behind a hole; None for blocks not in the tree."""
         num_blocks = len(keys) // KEY_BYTES
         places: list[tuple[Extent, int] | None] = [None] * num_blocks
         index = 0
         while index < num_blocks:
-            for segment in self._walk_from(keys, index):
+            for segment in self._walk_from(group, keys, index):
                 for offset in range(segment.blocks):
                     places[segment.start + offset] = (segment.extent, offset)
                 index = segment.start + segment.blocks
             index += 1  # the block at which the walk stopped is a hole
         return places
 
-    def place(self, keys: bytes, index: int) -> tuple[Extent, int] | None:
+    def place(self, group: bytes, keys: bytes, index: int) -> tuple[Extent, int] | None:
         """Like `places`, for one block."""
         up_to = keys[: (index + 1) * KEY_BYTES]
-        path = self._walk_from(up_to, 0)
+        path = self._walk_from(group, up_to, 0)
         hole = path[-1].start + path[-1].blocks if path else 0
         if hole > index:
             return path[-1].extent, index - path[-1].start
-        return None if self.knows_none(split_keys(up_to, hole)) else self.places(up_to)[index]
+        return None if self.knows_none(split_keys(up_to, hole)) else self.places(group, up_to)[index]
 
     def knows_none(self, block_keys: list[bytes]) -> bool:
         """No extent begins with one of these. If they are a prompt's from its first hole on, the tree has none of
         them: an extent that holds a key holds those before it, back to the key that heads it."""
         return self.heads.keys().isdisjoint(block_keys)
 
-    def _walk_from(self, keys: bytes, index: int) -> list[Segment]:
+    def _walk_from(self, group: bytes, keys: bytes, index: int) -> list[Segment]:
         segments: list[Segment] = []
         offset = index * KEY_BYTES
         end = len(keys)
         while offset < end:
             extent = self.heads.get(keys[offset : offset + KEY_BYTES])
-            if extent is None:
+            parent = keys[offset - KEY_BYTES : offset] if offset else group
+            if extent is None or extent.group != group or extent.parent != parent:
                 break
             run = keys[offset : offset + len(extent.keys)]
             blocks = extent.num_blocks if run == extent.keys else _common_blocks(run, extent.keys)

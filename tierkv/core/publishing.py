@@ -64,7 +64,7 @@ class Publisher:
             if is_shared and piece.block_keys[0] not in self._ledger.staged:
                 continue  # other ranks' blocks lay between: it has surfaced behind them, after an earlier run
             # Asked anew for each run: the last block of the one before may be this one's predecessor.
-            place = self._ledger.tree.place(ticket.keys, piece.index - 1) if piece.index else None
+            place = self._ledger.tree.place(ticket.group, ticket.keys, piece.index - 1) if piece.index else None
             if place is not None or piece.index == 0:
                 self._surface(piece, place, now)
             else:
@@ -117,14 +117,14 @@ class Publisher:
         return (
             ledger.staged.keys().isdisjoint(ticket.block_keys)
             and ledger.tree.knows_none(ticket.block_keys)
-            and all(ledger.tree.place(ticket.keys, run.index) is None for run in runs)
+            and all(ledger.tree.place(ticket.group, ticket.keys, run.index) is None for run in runs)
         )
 
     def _filled_blocks(self, ticket: TicketState, now: float) -> Iterator[StagedBlock]:
         """The ticket's blocks with this rank's slots in them; what another ticket made meanwhile is given up."""
         ledger = self._ledger
         step = ledger.groups[ticket.group].block_tokens * TOKEN_BYTES
-        places = ledger.tree.places(ticket.keys)
+        places = ledger.tree.places(ticket.group, ticket.keys)
         for index, key, slot in zip(ticket.blocks, ticket.block_keys, ticket.offsets, strict=True):
             block = ledger.staged.get(key)
             if places[index] is not None or (block is not None and ticket.rank in block.slots):
@@ -185,7 +185,7 @@ class Publisher:
         for offset, key in enumerate(block_keys):
             for child in map(ledger.staged.__getitem__, ledger.staged_children.get(key, ())):
                 ranks = ledger.groups[child.group].ranks
-                if len(child.slots) == ranks:
+                if len(child.slots) == ranks and child.group == extent.group:
                     yield Run.of_staged([child], ranks), (extent, first + offset)
 
     def _append_run(self, run: Run, place: Place | None, now: float) -> list[tuple[Extent, int, list[bytes]]]:

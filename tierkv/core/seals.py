@@ -26,9 +26,9 @@ class Seals:
         self._waiting: dict[int, _WaitingSeal] = {}
 
     def seal(
-        self, *, seal_id: int, keys: bytes, wait_flushed: bool, deadline: float, now: float
+        self, *, seal_id: int, group: bytes, keys: bytes, wait_flushed: bool, deadline: float, now: float
     ) -> SealAnswer | Waiting:
-        path = self._ledger.tree.walk(keys)
+        path = self._ledger.tree.walk(group, keys)
         for segment in path:
             if not segment.extent.sealed:
                 self._cascade.seal(segment.extent, now)

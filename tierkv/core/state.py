@@ -118,7 +118,7 @@ class CacheState:
     def match(self, group: bytes, keys: bytes) -> Match:
         """Touches nothing: a question, not a use."""
         blocks = host_blocks = 0
-        for segment in self._ledger.tree.walk(keys):
+        for segment in self._ledger.tree.walk(group, keys):
             blocks += segment.blocks
             if host_blocks == segment.start:
                 host_blocks += min(segment.blocks, segment.extent.host_blocks)
@@ -159,7 +159,7 @@ class CacheState:
 
     def report_bad(self, group: bytes, keys: bytes, first_bad: int, now: float) -> list[Effect]:
         """The blocks of `keys` from `first_bad` on were loaded and can't be used: no tier keeps them."""
-        for segment in reversed(self._ledger.tree.walk(keys)):
+        for segment in reversed(self._ledger.tree.walk(group, keys)):
             first = max(0, first_bad - segment.start)
             if first < segment.blocks:
                 self._cascade.condemn(segment.extent, first, Reason.REPORTED_BAD, now)
@@ -214,7 +214,9 @@ class CacheState:
         self, *, seal_id: int, group: bytes, keys: bytes, wait_flushed: bool, deadline: float, now: float
     ) -> tuple[SealAnswer | Waiting, list[Effect]]:
         """Seal what still grows along `keys`; with `wait_flushed` answer when it is flushed or can't be."""
-        answer = self._seals.seal(seal_id=seal_id, keys=keys, wait_flushed=wait_flushed, deadline=deadline, now=now)
+        answer = self._seals.seal(
+            seal_id=seal_id, group=group, keys=keys, wait_flushed=wait_flushed, deadline=deadline, now=now
+        )
         return answer, self._effects_after(now)
 
     # ---- the storage worker

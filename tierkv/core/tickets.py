@@ -61,8 +61,8 @@ class Tickets:
         shape = ledger.groups[group]
         if not 0 <= rank < shape.ranks:
             return Refused(Reason.LAYOUT_MISMATCH)
-        path = ledger.tree.walk(keys)
-        states, missing, missing_keys = self._missing_blocks(keys, first, rank, path_blocks(path))
+        path = ledger.tree.walk(group, keys)
+        states, missing, missing_keys = self._missing_blocks(group, keys, first, rank, path_blocks(path))
         # The prefix of what is being stored is not its own victim.
         for segment in path:
             ledger.hold(segment.extent, grant, segment.blocks)
@@ -120,7 +120,7 @@ class Tickets:
         if ledger.is_closing:
             for extent in list(ledger.unsealed):
                 self._cascade.seal(extent, now)
-        visible = bisect_left(ticket.blocks, path_blocks(ledger.tree.walk(ticket.keys)))
+        visible = bisect_left(ticket.blocks, path_blocks(ledger.tree.walk(ticket.group, ticket.keys)))
         answer = Committed(visible, len(ticket.blocks) - visible)
         ledger.ended.remember(grant, answer)
         return answer
@@ -147,7 +147,7 @@ class Tickets:
             ledger.drop_staged(key)
 
     def _missing_blocks(
-        self, keys: bytes, first: int, rank: int, visible: int
+        self, group: bytes, keys: bytes, first: int, rank: int, visible: int
     ) -> tuple[bytearray, list[int], list[bytes]]:
         """States of the blocks from `first` on, and indices and keys of those that nobody has and nobody is writing.
         The first `visible` blocks of the prompt are in the tree."""
@@ -161,11 +161,13 @@ class Tickets:
                 begin = num_blocks - len(asked)
                 states = bytearray([PRESENT]) * (begin - first) + bytearray([GRANTED]) * len(asked)
                 return states, list(range(begin, num_blocks)), asked
-        return self._missing_one_by_one(keys, first, rank)
+        return self._missing_one_by_one(group, keys, first, rank)
 
-    def _missing_one_by_one(self, keys: bytes, first: int, rank: int) -> tuple[bytearray, list[int], list[bytes]]:
+    def _missing_one_by_one(
+        self, group: bytes, keys: bytes, first: int, rank: int
+    ) -> tuple[bytearray, list[int], list[bytes]]:
         ledger = self._ledger
-        places = ledger.tree.places(keys)
+        places = ledger.tree.places(group, keys)
         states = bytearray()
         missing = []
         missing_keys = []
