@@ -319,6 +319,28 @@ def test_an_index_that_cannot_be_made_answers_and_is_tried_again(tmp_path: Path)
     os.close(fd)
 
 
+def test_an_index_that_is_deleted_while_in_use_is_made_anew(folder: int, tmp_path: Path) -> None:
+    with opened(folder) as catalog:
+        catalog.apply([put(1)])
+        (tmp_path / "data.mdb").unlink()
+        assert isinstance(catalog.apply([put(2)]), IndexFailed)
+        assert catalog.apply([put(3)]) == Applied(1)
+        assert (tmp_path / "data.mdb").exists()
+        assert numbers_in(catalog) == {3}
+
+
+def test_updates_without_end_do_not_make_it_grow(folder: int, tmp_path: Path) -> None:
+    with opened(folder) as catalog:
+        catalog.apply([put(number) for number in range(300)])
+        for turn in range(5):
+            catalog.apply([TouchedRow(put(number).name, float(turn), turn) for number in range(300)])
+        baseline = (tmp_path / "data.mdb").stat().st_size
+        for turn in range(60):
+            catalog.apply([TouchedRow(put(number).name, float(turn), turn) for number in range(turn % 7, 300, 7)])
+            catalog.read(HOME.pack())
+        assert (tmp_path / "data.mdb").stat().st_size <= 2 * baseline
+
+
 def test_a_forked_child_may_not_use_it(folder: int) -> None:
     with opened(folder) as catalog:
         catalog.apply([put(1)])

@@ -305,6 +305,7 @@ class Catalog:
                         self._open(discard=str(error))
                     return IndexFailed(str(error))
                 except OSError as error:
+                    self._drop_environment()  # somebody deleted the file, as they may: the next call makes a new one
                     return IndexFailed(str(error))
             return IndexFailed(self.problem)
 
