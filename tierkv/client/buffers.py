@@ -77,8 +77,8 @@ def find_runs(blocks: np.ndarray, offsets: np.ndarray, slot_bytes: int) -> Itera
     """[start, end) positions in `blocks` and `offsets` of what can be moved as one."""
     if not len(offsets):
         return
-    apart = (np.diff(offsets) != slot_bytes) | (np.diff(blocks) != 1)
-    borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(offsets)]
+    apart = (offsets[1:] - offsets[:-1] != slot_bytes) | (blocks[1:] - blocks[:-1] != 1)
+    borders = [0, *(apart.nonzero()[0] + 1).tolist(), len(offsets)]
     yield from pairwise(borders)
 
 

@@ -162,7 +162,7 @@ class LeaseCore:
 
     def _destination(self, destination: Any) -> np.ndarray | None:
         """None for one that writes by itself."""
-        if isinstance(destination, BlockWriter):
+        if not isinstance(destination, np.ndarray) and isinstance(destination, BlockWriter):
             return None
         block_bytes = self._facts.group.block_bytes
         return as_rows(destination, name="destination", block_bytes=block_bytes, blocks=self.blocks, writable=True)
@@ -272,7 +272,7 @@ class TicketCore:
         slots = self._slots()
         needed = len(self._facts.states)
         rows = None
-        if not isinstance(source, BlockReader):
+        if isinstance(source, np.ndarray) or not isinstance(source, BlockReader):
             block_bytes = self._facts.group.block_bytes
             rows = as_rows(source, name="source", block_bytes=block_bytes, blocks=needed, writable=False)
         if slots is None:

@@ -539,8 +539,11 @@ def _fit(offsets: np.ndarray, session: Session, group: GroupRecord) -> bool:
     arena = session.arena
     if arena is None:
         return False
-    last = arena.arena_bytes - slot_bytes(group.block_bytes, arena.page_bytes)
-    return last >= 0 and int(offsets.max()) <= last and not (offsets % arena.page_bytes).any()
+    page = arena.page_bytes
+    last = arena.arena_bytes - slot_bytes(group.block_bytes, page)
+    if page & (page - 1) or last < 0 or int(offsets.max()) > last:
+        return False
+    return int(np.bitwise_or.reduce(offsets)) & (page - 1) == 0
 
 
 def _require_fit(keys: bytes, num_tokens: int, block_tokens: int) -> int:
