@@ -10,6 +10,7 @@ import itertools
 import mmap
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -162,19 +163,29 @@ class FakeNode:
         """Until everything that was sent to the node before has been seen."""
         self._call(lambda: None)
 
-    def saw(self, kind: type[Request]) -> list[Any]:
+    def saw(self, kind: type[Request], *, at_least: int = 0) -> list[Any]:
+        """All requests of this kind so far. What nobody waited for may still be on its way: say how many come."""
         self.settle()
+        with self._arrived:
+            self._arrived.wait_for(lambda: len(self._of(kind)) >= at_least, 10)
+            return self._of(kind)
+
+    def _of(self, kind: type[Request]) -> list[Request]:
         return [request for request in self.requests if isinstance(request, kind)]
 
     def wait_for(self, kind: type[Request]) -> None:
         """Until a request of this kind has been seen."""
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: any(isinstance(asked, kind) for asked in self.requests), 10)
+        assert self.saw(kind, at_least=1)
 
     @property
     def open_grants(self) -> int:
         self.settle()
         return len(self._memory.tickets) + len(self._memory.leases)
+
+    def has_no_grants(self) -> bool:
+        """Once what is on its way has arrived."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: not self._memory.tickets and not self._memory.leases, 10)
 
     @property
     def _memory(self) -> Memory:
@@ -209,6 +220,7 @@ class FakeNode:
                 elif ready == self._woken.fileno():
                     self._woken.recv(1)
                     self._drain_router()
+                    self._drain_sessions()
                     if not self._commands.empty():
                         command, done = self._commands.get()
                         done.set_result(command())
@@ -301,6 +313,11 @@ class FakeNode:
         elif not self.silent_sessions:
             self._grant(connection)
 
+    def _drain_sessions(self) -> None:
+        while ready := select.select(list(self._sessions), [], [], 0)[0]:
+            for descriptor in ready:
+                self._read_session(descriptor)
+
     def _grant(self, connection: socket.socket) -> None:
         memory = self._memory
         token = os.urandom(16)
@@ -333,9 +350,9 @@ class FakeNode:
             return
         with self._arrived:
             self.requests.append(request)
+            self.client_of_request = client
+            reply = self._reply(request)
             self._arrived.notify_all()
-        self.client_of_request = client
-        reply = self._reply(request)
         behaviours = self.script[type(request)]
         frames = behaviours.popleft()(self, request, reply) if behaviours else [encode(reply)]
         for reply_frame in frames:

@@ -82,6 +82,18 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(client: Client, group:
     assert (destination == rows).all()
 
 
+def test_closing_in_a_forked_child_is_not_felt_by_the_parent(client: Client, group: Group, node: FakeNode) -> None:
+    child = os.fork()
+    if child == 0:
+        client.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    node.settle()
+    assert node.detached == []
+    assert group.match(TOKENS).reason is None
+    assert client.counters.sessions_opened == 1
+
+
 def _refused(call: object) -> bool:
     try:
         call()  # type: ignore[operator]

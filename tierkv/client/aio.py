@@ -142,8 +142,9 @@ class Operator:
 
     async def close(self) -> None:
         """Ends the reader and awaits it. Twice is fine; what is under way ends as a miss."""
-        self._state.close()
-        await self._links.close()
+        if self._state.is_own_process():
+            self._state.close()
+            await self._links.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -43,8 +43,8 @@ class Sealed:
 class Counters:
     """Since the client was made. `by_reason` counts answers that carried a reason, misses for want of a node included.
 
-    `in_doubt` and `open_grants` are what is there now: grants whose end the node hasn't confirmed, leases and tickets
-    that aren't closed.
+    `in_doubt` and `open_grants` are what is there now: grants whose end the node hasn't confirmed yet (those that ended
+    a moment ago, too), leases and tickets that haven't ended.
     """
 
     calls: int

@@ -14,6 +14,8 @@ import weakref
 
 import numpy as np
 
+from tierkv.client.prefault import Prefault
+
 GENERATION_BYTES = 8
 
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -38,9 +40,11 @@ class ArenaMap:
         self.writable = np.frombuffer(self._arena, np.uint8)
         self.readable = np.frombuffer(memoryview(self._arena).toreadonly(), np.uint8)
         self.generations = np.frombuffer(self._generations, "<u8")
+        self._prefault = Prefault(arena_fd, self.readable.ctypes.data, arena_bytes)
 
     def close(self) -> bool:
         """True once both are unmapped; False while a view of them is still in somebody's hands. Ask again later."""
+        self._prefault.stop()
         nothing = np.empty(0, np.uint8)
         self.writable = self.readable = self.generations = nothing
         try:

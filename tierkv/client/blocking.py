@@ -137,8 +137,9 @@ class Operator:
     def close(self) -> None:
         """At once, and twice is fine; calls of other threads end as misses. While a lease, a ticket or a view of one is
         open the memory stays mapped and the session goes on, so close those first."""
-        self._state.close()
-        self._links.close()
+        if self._state.is_own_process():
+            self._state.close()
+            self._links.close()
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +307,8 @@ class Lease(LeaseCore):
         return valid
 
     def release(self) -> None:
-        """The promise that every copy from the slots has completed. Twice is fine."""
+        """The promise that every copy from the slots has completed. Doesn't wait for the node to have heard of it;
+        what gets lost is sent again with the next calls. Twice is fine."""
         facts = self._end()
         if facts is not None:
             self._client._run(self._client._verbs.release(facts))
@@ -342,7 +344,7 @@ class Ticket(TicketCore):
         return self._client._run(self._client._verbs.commit(facts))
 
     def abort(self) -> None:
-        """The promise that no copy touches the slots any more; nothing is published. Twice is fine."""
+        """The promise that no copy touches the slots any more; nothing is published. Doesn't wait, as `release`."""
         facts = self._end()
         if facts is not None:
             self._client._run(self._client._verbs.abort(facts))

@@ -85,10 +85,6 @@ class ClientState:
         """As far as the last call knows. Takes no permit, so it is for what waits for no answer."""
         return self._breaker.is_closed and not self.closed
 
-    def is_reached(self) -> bool:
-        """As far as is known. Unlike `permit` it owes nothing."""
-        return self._breaker.is_closed and not self.closed
-
     def failed(self, problem: str) -> None:
         now = self.clock()
         with self._lock:
@@ -182,9 +178,6 @@ class ClientState:
             return False
         with self._lock:
             return any(self._doubts.due(session, self.clock()))
-
-    def has_doubts(self) -> bool:
-        return len(self._doubts) > 0
 
     def send_doubts(self, session: Session, send: Callable[[Ending], bool]) -> None:
         """Pass to `send` what is due, with a new id each, until it says False (it can't take more now)."""

@@ -38,18 +38,11 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Send what is in doubt under the session, without waiting for replies. Told: None."""
-
-    session: Session
-
-
-@dataclass(frozen=True, slots=True)
 class Silence:
     """No reply came. DEADLINE: the time was up. NODE_AWAY: the session ended while we waited."""
 
     reason: Reason
 
 
-Step = Connect | Ask | Tell | Tell
+Step = Connect | Ask | Tell
 Verb = Generator[Step, Any, T]

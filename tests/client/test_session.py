@@ -1,0 +1,92 @@
+"""The first exchange, with servers that aren't ours."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tierkv.client.session import Refusal, open_session
+from tierkv.core.reasons import Reason
+from tierkv.wire.session import SESSION_SOCKET_NAME, Detach, SessionGrant, encode_packet
+
+GRANT = encode_packet(
+    SessionGrant(token=bytes(16), incarnation=1, endpoint="ipc:///x", arena_bytes=4096, page_bytes=4096, data_dir="")
+)
+
+
+@contextmanager
+def server(directory: Path, packet: bytes, num_descriptors: int) -> Iterator[None]:
+    """Answers one hello with `packet` and so many descriptors."""
+
+    def serve(listener: socket.socket) -> None:
+        connection, _address = listener.accept()
+        with connection:
+            connection.recv(65_536)
+            descriptors = [os.memfd_create("memory") for _ in range(num_descriptors)]
+            if packet:
+                socket.send_fds(connection, [packet], descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(directory / SESSION_SOCKET_NAME))
+        listener.listen()
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        yield
+        thread.join(10)
+
+
+def attempt(directory: Path) -> Refusal:
+    opened = open_session(directory, client="test", maps_arena=True, until=time.monotonic() + 5)
+    assert isinstance(opened, Refusal)
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("packet", "num_descriptors", "reason", "problem"),
+    [
+        (b"", 0, Reason.NODE_AWAY, "closed before it answered"),
+        (b"\xc1", 0, Reason.WIRE_ERROR, "malformed"),
+        (encode_packet(Detach(incarnation=1)), 0, Reason.WIRE_ERROR, "no answer to SessionHello"),
+        (GRANT, 0, Reason.WIRE_ERROR, "with 0 descriptors"),
+        (GRANT, 1, Reason.WIRE_ERROR, "with 1 descriptors"),
+        (GRANT, 2, Reason.NODE_AWAY, "promised 4096 bytes and handed out 0"),
+    ],
+)
+def test_an_answer_that_gives_no_memory_is_refused_and_leaves_nothing_open(
+    node_dir: Path, packet: bytes, num_descriptors: int, reason: Reason, problem: str
+) -> None:
+    with server(node_dir, packet, num_descriptors):
+        refusal = attempt(node_dir)
+    assert refusal.reason is reason
+    assert problem in refusal.problem
+
+
+def test_descriptors_beyond_those_expected_are_not_kept(node_dir: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with server(node_dir, GRANT, 5):
+        attempt(node_dir)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_socket_of_another_user_is_not_believed(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierkv.client.session.TRUSTED_USERS", frozenset())
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with server(node_dir, b"", 0):
+        refusal = attempt(node_dir)
+    assert refusal.reason is Reason.NODE_AWAY
+    assert "served by user" in refusal.problem
+
+
+def test_a_time_that_is_up_is_a_refusal(node_dir: Path) -> None:
+    opened = open_session(node_dir, client="", maps_arena=True, until=time.monotonic() - 1)
+    assert isinstance(opened, Refusal)
+    assert opened.reason is Reason.DEADLINE
