@@ -89,6 +89,9 @@ class Cascade:
         if floor < extent.hot_blocks < longest:
             floor = extent.hot_blocks
         remaining, freed = longest, 0
+        if longest == extent.host_blocks:  # so each block frees a slot of every rank
+            remaining = max(floor, longest - -(-slots_needed // len(extent.slots)))
+            freed = slots_needed
         while remaining > floor and freed < slots_needed:
             remaining -= 1
             freed += sum(len(slots) > remaining for slots in extent.slots)

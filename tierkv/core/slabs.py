@@ -9,7 +9,9 @@ Slots are handed out in ascending order, so that blocks stored together lie toge
 from __future__ import annotations
 
 import heapq
-from collections.abc import MutableSequence
+from bisect import insort
+from collections.abc import Iterator, MutableSequence
+from itertools import takewhile
 
 from tierkv.errors import BrokenInvariant
 
@@ -22,7 +24,7 @@ class _Slab:
     def __init__(self, base: int, slab_bytes: int, slot_bytes: int) -> None:
         self.base = base
         self.slot_bytes = slot_bytes
-        self.free = [base + index * slot_bytes for index in range(slab_bytes // slot_bytes)]  # a heap, being sorted
+        self.free = [base + index * slot_bytes for index in range(slab_bytes // slot_bytes)]  # sorted
         self.used: set[int] = set()
 
 
@@ -64,10 +66,10 @@ class SlabPool:
             slab = self._slab_with_room(slot_bytes)
             if slab is None:
                 break
-            while slab.free and len(slots) < count:
-                slot = heapq.heappop(slab.free)
-                slab.used.add(slot)
-                slots.append(slot)
+            lowest = slab.free[: count - len(slots)]
+            del slab.free[: len(lowest)]
+            slab.used.update(lowest)
+            slots += lowest
             if not slab.free:
                 heapq.heappop(self._open[slot_bytes])  # this slab; its next free slot puts it back
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) - len(slots)
@@ -76,20 +78,37 @@ class SlabPool:
 
     def release(self, slots: list[int]) -> None:
         """Give memory up. The generation moves first, so that whoever still reads can tell."""
-        for slot in slots:
-            base = slot // self.slab_bytes * self.slab_bytes
+        for base, inside in self._by_slab(slots):
             slab = self._slabs.get(base)
-            if slab is None or slot not in slab.used:
-                raise BrokenInvariant(f"slot {slot} is freed twice")
-            self._generations[slot // self.page_bytes] += 1
-            slab.used.remove(slot)
-            heapq.heappush(slab.free, slot)
-            self._free_slots[slab.slot_bytes] += 1
-            self.used_bytes -= slab.slot_bytes
+            if slab is None or not slab.used.issuperset(inside) or len(set(inside)) < len(inside):
+                raise BrokenInvariant(f"among slots {inside} is one that is freed twice")
+            for slot in inside:
+                self._generations[slot // self.page_bytes] += 1
+            slab.used.difference_update(inside)
+            was_full = not slab.free
+            if len(inside) == 1:
+                insort(slab.free, inside[0])
+            else:
+                slab.free += inside
+                slab.free.sort()
+            self._free_slots[slab.slot_bytes] += len(inside)
+            self.used_bytes -= len(inside) * slab.slot_bytes
             if not slab.used:
                 self._give_back(slab)
-            elif len(slab.free) == 1:
+            elif was_full:
                 heapq.heappush(self._open[slab.slot_bytes], base)
+
+    def _by_slab(self, slots: list[int]) -> Iterator[tuple[int, list[int]]]:
+        """(base of a slab, slots in it), for stretches of `slots` that lie in one."""
+        start = 0
+        while start < len(slots):
+            base = slots[start] // self.slab_bytes * self.slab_bytes
+            end = base + self.slab_bytes
+            rest = slots[start:] if start else slots
+            if min(rest) < base or max(rest) >= end:  # more than one slab: rarely, so most calls take no loop
+                rest = list(takewhile(range(base, end).__contains__, rest))
+            yield base, rest
+            start += len(rest)
 
     def generation(self, slot: int) -> int:
         return self._generations[slot // self.page_bytes]
