@@ -96,7 +96,7 @@ def test_du_of_a_table_goes_through_a_pipe_uncut(node: Node) -> None:
         engine.store_flushed(1, 4)
         done = tierkv("du", "--by", "group", "--endpoint", str(node.endpoint))
     assert done.returncode == 0
-    assert "16 tokens, 16.0 KiB x 1" in done.stdout
+    assert "stamped, uint8, stamped, 16.0 KiB for 16 tokens" in done.stdout
 
 
 def test_status_tells_of_tiers_and_processes(node: Node) -> None:

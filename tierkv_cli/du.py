@@ -158,9 +158,9 @@ def _lines_table(lines: list[Line], by: str) -> RenderableType:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import ago, table
 
-    heads = _heads(by)
-    numbers = ("groups", "extents", "tokens", "memory", "nvme", "unreachable")
-    shown = table(*heads, *numbers, "last used", numbers=numbers)
+    heads = _HEADS[by]
+    numbers = ("extents", "tokens", "memory", "nvme", "unreachable", "last used")
+    shown = table(*heads, *numbers, numbers=numbers)
     for line in lines:
         shown.add_row(*_labels(line, by), *_numbers(line, human_size), ago(line.last_used))
     if len(lines) > 1:
@@ -170,18 +170,15 @@ def _lines_table(lines: list[Line], by: str) -> RenderableType:
     return shown
 
 
-def _heads(by: str) -> tuple[str, ...]:
-    return {
-        "model": ("model", "fingerprint"),
-        "adapter": ("model", "adapter"),
-        "tenant": ("tenant",),
-        "group": ("group", "model", "adapter", "tenant", "dtype", "layout", "block"),
-    }[by]
+_HEADS = {
+    "model": ("model", "fingerprint"),
+    "adapter": ("model", "adapter"),
+    "tenant": ("tenant",),
+    "group": ("group", "what"),
+}
 
 
 def _labels(line: Line, by: str) -> tuple[str, ...]:
-    from tierkv.config.sizes import human_size
-
     names = line.names
     model = names.get("model") or _short(names.get("fingerprint", ""))
     adapter = names.get("adapter") or _short(names.get("adapter_fingerprint", ""))
@@ -191,8 +188,23 @@ def _labels(line: Line, by: str) -> tuple[str, ...]:
         return (model, adapter)
     if by == "tenant":
         return (names["tenant"] or "(no salt)",)
-    block = f"{names['block_tokens']} tokens, {human_size(int(names['block_bytes']))} x {names['ranks']}"
-    return (_short(names["group"]), model, adapter, names["tenant"] or "-", names["dtype"], names["layout"], block)
+    return (_short(names["group"]), _what(names, model, adapter))
+
+
+def _what(names: dict[str, str], model: str, adapter: str) -> str:
+    """A group in words: "llama, adapter legal, tenant 0011aabb, bfloat16, 4 x 5.0 MiB for 16 tokens"."""
+    from tierkv.config.sizes import human_size
+
+    ranks = f"{names['ranks']} x " if names["ranks"] != "1" else ""
+    parts = [
+        model,
+        f"adapter {adapter}" if names["adapter_fingerprint"] else "",
+        f"tenant {names['tenant']}" if names["tenant"] else "",
+        names["dtype"],
+        names["layout"],
+        f"{ranks}{human_size(int(names['block_bytes']))} for {names['block_tokens']} tokens",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _short(digest: str) -> str:
@@ -201,7 +213,6 @@ def _short(digest: str) -> str:
 
 def _numbers(line: Line, size: Callable[[int], str]) -> tuple[str, ...]:
     return (
-        f"{line.groups:,}",
         f"{line.extents:,}",
         f"{line.tokens:,}",
         size(line.host_bytes),

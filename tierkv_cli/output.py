@@ -30,10 +30,11 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Columns named in `numbers` are set right."""
+    """Columns named in `numbers` are set right and never broken; where it is narrow, the others are."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        is_number = column in numbers
+        made.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     return made
 
 

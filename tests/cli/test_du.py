@@ -67,6 +67,12 @@ def test_every_way_to_sum_can_be_shown(by, tierkv, node):
     assert tierkv("du", "--by", by).code == 0
 
 
+def test_a_group_is_described_in_words(tierkv, node):
+    node.rows = (usage_row(adapter="cd" * 32, adapter_name="legal", salt="0011aabb", ranks=4, layout="cpu"),)
+    out = tierkv("du", "--by", "group").out
+    assert "llama, adapter legal, tenant 0011aabb, bfloat16, cpu, 4 x 1.0 MiB for 16 tokens" in out
+
+
 def test_nothing_cached_is_said(tierkv, node):
     assert "nothing is cached yet" in tierkv("du").out
 
