@@ -1,6 +1,6 @@
 """The front process: decides. One thread, one poll loop; no file I/O, and of the arena only the generations.
 
-    ROUTER socket    requests of engines            -> service -> core -> replies
+    ROUTER socket    requests of engines            -> service -> core -> replies; peers at its door are let in
     control socket   the supervisor's messages      -> sessions, workers, limits, shutdown
     channel          the storage worker's reports   -> core
     timers           what the core is due to do
@@ -146,6 +146,8 @@ class Front:
             if self._control.ended:
                 return EXIT_SUPERVISOR_GONE
             self._take_reports()
+            if self._router.door in ready:
+                self._router.admit()
             self._take_requests()
             self._do_what_is_due()
             if self._service.num_checks:
@@ -169,7 +171,10 @@ class Front:
         return dict(self._poller.poll(self._timeout_milliseconds()))
 
     def _interest(self) -> dict[Any, int]:
-        wanted: dict[Any, int] = {self._control.fileno(): _events(self._control.wants_write)}
+        wanted: dict[Any, int] = {
+            self._control.fileno(): _events(self._control.wants_write),
+            self._router.door: zmq.POLLIN,
+        }
         if not self._service.is_behind:
             wanted[self._router.socket] = zmq.POLLIN
         if self._mover.is_attached:

@@ -27,14 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    """Bound from the start. `dropped` counts replies that a slow peer has lost."""
+    """Bound from the start. When `door` can be read, call `admit`."""
 
     def __init__(self, socket_dir: Path) -> None:
         self._endpoint = node_endpoint(socket_dir)
         self._path = socket_dir / NODE_SOCKET_NAME
         self._context = zmq.Context(io_threads=1)
+        self.door: zmq.Socket[bytes] = self._context.socket(zmq.REP)
+        self.door.bind("inproc://zeromq.zap.01")
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         for option, setting in (
+            (zmq.ZAP_DOMAIN, b"tierkv"),
             (zmq.LINGER, CLOSE_MILLISECONDS),
             (zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES),
             (zmq.RCVHWM, RECEIVE_QUEUE),
@@ -51,6 +54,16 @@ class Router:
         except zmq.ZMQError as error:
             raise ConfigError("socket_dir", f"{self._path}: {error.strerror}") from error
         self._inode = self._find_inode()
+
+    def admit(self) -> None:
+        """Let in everybody who has come as far as the door. Requests and replies of ZAP 1.0:
+        version, id, domain, address, ... -> version, id, status, text, user, metadata."""
+        while True:
+            try:
+                version, request_id, *_ = self.door.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.door.send_multipart([version, request_id, b"200", b"OK", b"", b""])
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """(peer, frame), or None when there is none now."""
@@ -88,6 +101,7 @@ class Router:
 
     def close(self) -> None:
         """Sends what is queued, for a quarter of a second at most."""
+        self.door.close(linger=0)
         self.socket.close()
         self._context.term()
 
