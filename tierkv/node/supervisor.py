@@ -129,7 +129,9 @@ class Supervisor:
         self._socket_inode = self._find_socket()
         self._was_ready = False
         self._was_announced = False
-        self._early_deaths = 0  # workers in a row that died before they had recovered
+        self._early_deaths = (
+            0  # of workers before they had recovered, in halves: a kill counts for one, the rest for two
+        )
         self._end_due: float | None = None
         self._drained: Drained | None = None
         self._poll = select.poll()
@@ -288,7 +290,7 @@ class Supervisor:
         restarts = self._worker_backoff.restarts
         self._incarnation.start_worker(restarts=restarts, discard_index=discard)
         if discard:
-            log.warning("setting the index aside: %d storage workers died with it", self._early_deaths)
+            log.warning("setting the index aside: the storage worker died before it had recovered")
 
     def _worker_died(self, incarnation: Incarnation, worker: Child, how: str, now: float) -> None:
         incarnation.worker_ended()
