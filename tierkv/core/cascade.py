@@ -252,7 +252,7 @@ class Cascade:
         assert extent.tokens is not None
         for rank in range(group.ranks):
             op = self._new_op(_WriteOp(extent))
-            extent.ops.add(op)
+            extent.ops += (op,)
             ledger.effects.append(
                 Write(
                     op=op,
@@ -290,7 +290,7 @@ class Cascade:
         self._finish_write(op.extent, report.op, now)
 
     def _finish_write(self, extent: Extent, op: int, now: float) -> None:
-        extent.ops.discard(op)
+        extent.end_op(op)
         if extent.ops:
             return
         ledger = self._ledger
@@ -468,7 +468,7 @@ class Cascade:
     def _issue_remove(self, extent: Extent, rank: int) -> None:
         group = self._ledger.group_of(extent)
         op = self._new_op(_RemoveOp(extent, rank))
-        extent.ops.add(op)
+        extent.ops += (op,)
         if self.is_worker_up:
             self._ledger.effects.append(
                 Remove(op=op, fingerprint=group.spec.identity.weights, group=extent.group, rank=rank, key=extent.key)
@@ -479,7 +479,7 @@ class Cascade:
         if not isinstance(op, _RemoveOp):
             return
         extent = op.extent
-        extent.ops.discard(report.op)
+        extent.end_op(report.op)
         if extent.ops or any(entry[1] is extent for entry in self._retries):
             return
         self.removing_bytes -= extent.nvme_bytes
@@ -608,7 +608,7 @@ class Cascade:
         elif isinstance(op, _RemoveOp):
             # Its bytes still count until they are gone, so try until they are.
             del self._ops[report.op]
-            op.extent.ops.discard(report.op)
+            op.extent.end_op(report.op)
             self._retries.append((now + self._ledger.limits.retry_seconds, op.extent, op.rank))
         elif isinstance(op, _ReadOp):
             self.read_done(ReadDone(op=report.op, valid=0, seconds=0.0, reason=report.reason), now)
@@ -642,7 +642,7 @@ class Cascade:
                 del self._ops[number]
                 again[op.extent] = None
         for extent in again:
-            extent.ops.clear()
+            extent.ops = ()
             self._failed_writes.pop(extent, None)
             self._written_bytes.pop(extent, None)
             extent.move(NvmeEvent.WORKER_DIED)  # its bytes stay reserved: there may be a file

@@ -9,10 +9,12 @@ Invariant: each block has a usable copy in every rank: the file is PRESENT, or e
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.residency import NvmeEvent, NvmeState, next_state
+
+_NO_EXTRAS: Mapping[int, list[bytes]] = {}
 
 
 class Branch:
@@ -86,7 +88,7 @@ class Extent:
         self.keys = b""
         self.num_blocks = 0
         self.tokens: bytes | None = b""  # None: only in the file's header
-        self.extras: dict[int, list[bytes]] = {}
+        self.extras: Mapping[int, list[bytes]] = _NO_EXTRAS
         self.sealed = False
         self.in_tree = False
         self.condemned = False  # its file must go as soon as the operations on it end
@@ -94,8 +96,8 @@ class Extent:
         self.slots: list[list[int]] = [[] for _ in range(ranks)]
         self.nvme = NvmeState.ABSENT
         self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT
-        self.ranks_found = 0
-        self.ops: set[int] = set()  # writes or removes in flight
+        self.ranks_found = 0  # at recovery: bit n for rank n
+        self.ops: tuple[int, ...] = ()  # writes or removes in flight
         self.reading: dict[int, int] = {}  # rank -> op of the read that fills its slots
         self.holds: dict[Hashable, int] = {}  # who -> how many blocks from the first must stay
         self.doomed: list[Doomed] = []
@@ -136,6 +138,9 @@ class Extent:
     @property
     def is_orphan(self) -> bool:
         return self.parent != self.group and (self.above is None or self.above.owner is None)
+
+    def end_op(self, op: int) -> None:
+        self.ops = tuple(other for other in self.ops if other != op)
 
     def move(self, event: NvmeEvent) -> None:
         self.nvme = next_state(self.nvme, event, self)

@@ -177,7 +177,8 @@ class Ledger:
         self._reconsider_all(orphans)
         if extent.tokens is not None:
             extent.tokens = extent.tokens[: num_blocks * group.block_tokens * TOKEN_BYTES]
-        extent.extras = {index: extra for index, extra in extent.extras.items() if index < num_blocks}
+        if extent.extras:
+            extent.extras = {index: extra for index, extra in extent.extras.items() if index < num_blocks}
         extent.hot_blocks = min(extent.hot_blocks, num_blocks)
 
     def _remove_extent(self, extent: Extent) -> None:

@@ -238,9 +238,9 @@ class Publisher:
         """Append blocks [start, stop) of the run."""
         ledger = self._ledger
         shift = extent.num_blocks - start - run.index  # from an index in the prompt to one in the extent
-        for index, extras in run.extras.items():
-            if start <= index - run.index < stop and extras:
-                extent.extras[index + shift] = list(extras)
+        extras = {index + shift: list(e) for index, e in run.extras.items() if start <= index - run.index < stop and e}
+        if extras:
+            extent.extras = {**extent.extras, **extras}
         if extent.tokens is not None:
             step = group.block_tokens * TOKEN_BYTES
             extent.tokens += run.tokens[start * step : stop * step]

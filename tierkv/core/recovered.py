@@ -22,8 +22,8 @@ class RecoveredRows:
 
     def begin_again(self) -> None:
         """A worker begins to send; what a dead one sent is forgotten."""
-        self._extents: dict[bytes, tuple[Extent, dict[int, ExtentRow]]] = {}
-        self._conflicts: set[bytes] = set()
+        self._extents: dict[bytes, Extent] = {}
+        self._unfit: set[bytes] = set()
 
     def group_found(self, report: GroupFound) -> None:
         if report.group not in self._ledger.groups:
@@ -35,42 +35,38 @@ class RecoveredRows:
         group = self._ledger.groups.get(report.group)
         if group is None or group.spec.identity.weights != report.fingerprint or report.rank >= group.ranks:
             return
+        extents = self._extents
+        bit = 1 << report.rank
         for row in report.rows:
-            known = self._extents.get(row.key)
-            if known is None:
-                self._extents[row.key] = (self._make_extent(group, row, now), {report.rank: row})
-            elif known[0].keys == row.keys and known[0].parent == row.parent:
-                known[1][report.rank] = row
+            extent = extents.get(row.key)
+            if extent is None:
+                extent = extents[row.key] = self._make_extent(group, row, now)
+                is_fit = row.block_bytes == group.block_bytes and row.key == row.keys[:KEY_BYTES]
             else:
-                known[1].setdefault(report.rank, row)
-                self._conflicts.add(row.key)
+                is_fit = extent.keys == row.keys and extent.parent == row.parent
+            if not is_fit:
+                self._unfit.add(row.key)
+            if not extent.ranks_found & bit:
+                extent.ranks_found |= bit
+                extent.nvme_bytes += row.file_bytes
 
     def finish(self, now: float) -> None:
         ledger = self._ledger
         ledger.tree.begin_bulk()
-        for extent, rows in self._extents.values():
+        for extent in self._extents.values():
             extent.move(NvmeEvent.RECOVERED)
-            extent.nvme_bytes = sum(row.file_bytes for row in rows.values())
-            ledger.group_of(extent).nvme_bytes += extent.nvme_bytes
+            group = ledger.groups[extent.group]
+            group.nvme_bytes += extent.nvme_bytes
             self._cascade.nvme_used += extent.nvme_bytes
-            if self._is_fit(extent, rows):
+            if extent.ranks_found == (1 << group.ranks) - 1 and extent.key not in self._unfit:
                 ledger.add_extent(extent, None, -1)
             else:
                 self._cascade.discard(extent)
         ledger.tree.end_bulk()
-        for extent in ledger.tree:
-            ledger.reconsider(extent)
+        for extent in self._extents.values():
+            if extent.in_tree and not extent.branch_points:  # nothing of it is in host memory or held
+                ledger.nvme_order.offer(extent, extent.last_used)
         self._extents.clear()
-
-    def _is_fit(self, extent: Extent, rows: dict[int, ExtentRow]) -> bool:
-        group = self._ledger.group_of(extent)
-        return (
-            len(rows) == group.ranks
-            and extent.key not in self._conflicts
-            and extent.num_blocks > 0
-            and extent.key == extent.keys[:KEY_BYTES]
-            and all(row.block_bytes == group.block_bytes for row in rows.values())
-        )
 
     def _make_extent(self, group: Group, row: ExtentRow, now: float) -> Extent:
         extent = Extent(
