@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -46,9 +48,18 @@ def time_matches(engine: StampedEngine, count: int = 1_000) -> list[float]:
     return times
 
 
-def p99_of_match(engine: StampedEngine) -> float:
-    """The best of several rounds: what else runs on this machine disturbs some, what holds up the node disturbs all."""
-    return min(percentile(time_matches(engine, 400), 0.99) for _ in range(5))
+def compare_p99_of_match(engine: StampedEngine, disturbed: Callable[[], AbstractContextManager[object]]) -> str:
+    """Empty when the p99 of match inside `disturbed` is less than twice what it is outside (and a millisecond). What
+    else runs on this machine spoils some pairs of rounds; what holds up the node would spoil them all."""
+    p99s = []
+    for _ in range(20):
+        before = percentile(time_matches(engine, 300), 0.99)
+        with disturbed():
+            during = percentile(time_matches(engine, 300), 0.99)
+        if during < 2 * before + 0.001:
+            return ""
+        p99s.append(f"{before * 1e3:.2f} -> {during * 1e3:.2f}")
+    return f"p99 of match in ms: {', '.join(p99s)}"
 
 
 # ---- start and end
@@ -327,22 +338,35 @@ def test_a_dead_storage_worker_is_replaced_and_nothing_is_lost(node: Node) -> No
         assert [engine.load(prompt, 16).right for prompt in range(1, 8)] == [16] * 7
 
 
-def test_a_stopped_storage_worker_delays_no_match_and_shows_in_status(node: Node) -> None:
+def test_a_stopped_storage_worker_delays_no_match(node: Node) -> None:
     node.start()
     with StampedEngine(node.endpoint) as engine:
         engine.store_flushed(1, 64)
-        before = p99_of_match(engine)
+        stored = itertools.count(2)
+
+        @contextmanager
+        def stopped_with_work_to_do() -> Iterator[None]:
+            with node.paused("storage"):
+                prompt = next(stored)
+                engine.store(prompt, 16)
+                engine.seal(prompt, 16, flushed=False)
+                yield
+
+        assert compare_p99_of_match(engine, stopped_with_work_to_do) == ""
+
+
+def test_a_stopped_storage_worker_shows_in_status_and_what_is_in_memory_is_served(node: Node) -> None:
+    node.start()
+    with StampedEngine(node.endpoint) as engine:
         with node.paused("storage"):
             engine.store(2, 16)
-            during = p99_of_match(engine)
             status = node.wait_status(lambda status: status.workers[2].state == "silent", "its silence is noticed")
             assert status.state == "degraded"
             assert "storage worker has said nothing" in status.problems[0]
             began = time.monotonic()
             assert engine.seal(2, 16, deadline_seconds=0.5).flushed_blocks == 0
             assert 0.4 < time.monotonic() - began < 2
-            assert engine.load(2, 16).right == 16, "what is in memory is served"
-        assert during < 2 * before + 0.002, f"p99 of match: {before * 1e3:.2f} ms before, {during * 1e3:.2f} ms then"
+            assert engine.load(2, 16).right == 16
         node.wait_status(lambda status: status.state == "ready", "it is well again")
         assert engine.seal(2, 16).flushed_blocks == 16
 
@@ -468,19 +492,22 @@ def test_a_peer_that_does_not_read_slows_nobody_down(node: Node) -> None:
     node.start()
     with StampedEngine(node.endpoint) as engine, zmq.Context() as context, context.socket(zmq.DEALER) as slow:
         engine.store(1, 64)
-        before = p99_of_match(engine)
         memory = psutil.Process(node.pid("front")).memory_info().rss
         slow.linger = 0
         slow.rcvhwm = 1
         slow.connect(f"ipc://{node.endpoint}/node.sock")
         question = encode(Status(id=1, session=b"x" * 16))
-        for _ in range(10_000):
-            try:
-                slow.send(question, zmq.NOBLOCK)
-            except zmq.Again:
-                break
-        during = p99_of_match(engine)
-        assert during < 2 * before + 0.005, f"p99 of match: {before * 1e3:.2f} ms, then {during * 1e3:.2f} ms"
+
+        @contextmanager
+        def replies_pile_up() -> Iterator[None]:
+            for _ in range(10_000):
+                try:
+                    slow.send(question, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+            yield
+
+        assert compare_p99_of_match(engine, replies_pile_up) == ""
         assert psutil.Process(node.pid("front")).memory_info().rss - memory < 64 * 2**20
 
 
