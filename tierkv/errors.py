@@ -102,7 +102,7 @@ class ForeignFile(TierkvError):
 
 
 class StorageError(TierkvError):
-    """`operation` is the system call, `errno_name` for example "ENOSPC", `reason` one of `tierkv.core.reasons.Reason`."""
+    """`operation` is the system call, `errno_name` for example "ENOSPC", `reason` of `tierkv.core.reasons.Reason`."""
 
     def __init__(self, operation: str, errno_name: str, reason: str, problem: str) -> None:
         super().__init__(f"{operation} failed with {errno_name}: {problem}")
