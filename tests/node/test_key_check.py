@@ -12,7 +12,9 @@ GROUP = b"g" * 32
 BLOCK_TOKENS = 2
 
 
-def add(checks: KeyChecks[str], grant: bytes, keys: bytes, tokens: bytes, first: int = 0, extras: object = None) -> None:
+def add(
+    checks: KeyChecks[str], grant: bytes, keys: bytes, tokens: bytes, first: int = 0, extras: object = None
+) -> None:
     checks.add(
         grant,
         group=GROUP,
