@@ -21,6 +21,7 @@ from tierkv.core.instructions import (
     Rows,
 )
 from tierkv.core.reasons import Reason
+from tierkv.errors import StorageError
 from tierkv.storage import header_pool, recovery
 from tierkv.storage.catalog import Catalog, DropRow, PutRow, TouchedRow
 from tierkv.storage.directory import DataDirectory
@@ -287,16 +288,23 @@ def test_a_zoo_of_files_disturbs_nothing(directory: DataDirectory) -> None:
     assert (again.recovered.quarantined, again.recovered.foreign) == (0, 10)
 
 
-@pytest.mark.skipif(IS_ROOT, reason="root reads everything")
-def test_a_folder_that_cannot_be_read_costs_its_files_and_not_their_rows(directory: DataDirectory) -> None:
+def test_a_folder_that_cannot_be_listed_costs_its_files_for_now_and_not_their_rows(
+    directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = fill(directory, 3)
     before = start(directory)
-    shelf = path_of(directory, samples[0].name).parent
-    shelf.chmod(0)
+    victim = samples[0].name.folder[-1]
+
+    def refuse(folder_fd: int, shelf: str, strays: Strays) -> list[os.DirEntry[str]]:
+        if shelf == victim:
+            raise StorageError("listdir", "EIO", Reason.IO_ERROR, "Input/output error")
+        return list_extents(folder_fd, shelf, strays)
+
+    monkeypatch.setattr("tierkv.storage.recovery.list_extents", refuse)
     told = start(directory)
     assert told.recovered.unreadable == 1
-    assert samples[0].name.key not in told.rows
-    shelf.chmod(0o700)
+    assert set(told.rows) == keys_of(samples[1:])
+    monkeypatch.undo()
     again = start(directory)
     assert again.rows == before.rows
     assert again.recovered.headers_read == 0

@@ -31,6 +31,7 @@ from tierkv.core.instructions import (
 )
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
+from tierkv.storage.catalog import Catalog, IndexFailed
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
 from tierkv.storage.names import ExtentName, Parts
@@ -143,6 +144,27 @@ def test_a_removed_extent_is_gone_from_disk_and_from_the_index(root: Path) -> No
         desk.stop()
     with Desk(root) as desk:
         assert desk.recovered().extents == 0
+
+
+def test_removing_and_setting_aside_take_the_row_along(root: Path) -> None:
+    removed, aside, kept = (Sample(seed=50 * number + 1) for number in range(3))
+    with Desk(root) as desk:
+        for op, sample in enumerate((removed, aside, kept)):
+            desk.store(sample, op)
+        name = aside.name
+        desk.send(remove_order(removed, 11))
+        desk.send(SetAside(12, name.fingerprint, name.group, name.rank, name.key, Reason.REPORTED_BAD))
+        desk.stop()
+    assert count_rows(root) == 1
+
+
+def count_rows(root: Path) -> int | IndexFailed:
+    with (
+        DataDirectory.open(root) as directory,
+        directory.folder(("index",)) as index_fd,
+        Catalog(index_fd, store_id=directory.store_id, map_bytes=2**20) as catalog,
+    ):
+        return catalog.count()
 
 
 def test_what_was_removed_can_be_written_again(root: Path) -> None:
@@ -408,6 +430,18 @@ def test_a_full_disk_closes_the_tier_to_writes_and_it_comes_back_by_itself(root:
         desk.health(lambda health: health.writable)
         desk.send(desk.arena.write_order(other, 4))
         assert isinstance(desk.answer(4), WriteDone)
+
+
+def test_a_write_that_has_ended_well_or_badly_counts_no_longer_as_being_written(root: Path) -> None:
+    files = Faulty()
+    with Desk(root, files=files) as desk:
+        (root / "tmp" / "foreign").write_bytes(bytes(100_000))
+        desk.store(Sample(), 1)
+        files.bug_in = Sample(seed=40).name.key
+        desk.send(desk.arena.write_order(Sample(seed=40), 2))
+        assert isinstance(desk.answer(2), OpFailed)
+        health = desk.health(lambda health: True)
+        assert health.overhead_bytes - health.index_bytes >= 100_000
 
 
 def test_the_reserve_is_not_written_into(root: Path) -> None:
