@@ -64,7 +64,10 @@ METRICS: tuple[Declared, ...] = (
         "worker_deaths_total", "counter", "", (), "Times the storage worker died under this front.",
         _one(lambda s: s.core.worker_deaths),
     ),
-    Declared("queue_depth", "gauge", "", ("queue",), "What waits, by queue.", _by(lambda s: s.queues)),
+    Declared(
+        "queue_depth", "gauge", "", ("queue",), "What waits: reads and writes of extents, leases and seals to answer.",
+        _by(lambda s: s.queues),
+    ),
     Declared(
         "request_seconds", "histogram", "seconds", ("operation",),
         "From the arrival of a request at the front to its answer, waiting included.",
@@ -207,8 +210,10 @@ _PAGE_HEAD = """\
 
 Served for Prometheus at `http://<metrics_host>:<metrics_port>/metrics`, only when `metrics_port` is set. Counters
 (names in `_total`) only grow while one front lives and start at 0 in the next. Labels are from closed lists: `tier` is
-`host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`. Made from `tierkv/metrics/table.py` by
-`python -m tierkv.metrics`.
+`host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`, a `code` one of the error codes in protocol.md, an
+`operation` of `request_seconds` the name of a request there, a `worker` is `front` or `storage`.
+
+Made from `tierkv/metrics/table.py` by `python -m tierkv.metrics`.
 
 The hit rate is `rate(tierkv_hit_tokens_total) / rate(tierkv_asked_tokens_total)`.
 
