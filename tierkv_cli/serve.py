@@ -13,7 +13,7 @@ from tierkv.config import Effective, find_file, load, option_name
 from tierkv.config.words import SettingWords, describe
 from tierkv_cli.options import debug_option
 
-_METAVARS = {"size": "SIZE", "seconds": "SECONDS", "days": "DAYS", "extents": "N"}
+_METAVARS = {"size": "SIZE", "seconds": "SECONDS", "days": "DAYS", "extents": "N", "threads": "N"}
 
 
 def _setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,11 +24,12 @@ def _setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _option(words: SettingWords) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    text = f"{words.meaning} [default: {words.default}]"
+    default = words.default.strip('"') or "empty"
+    text = f"{words.meaning} [default: {default}]"
     if words.example in ("true", "false"):
         name = option_name(words.name)
         return click.option(f"{name}/{name.replace('--', '--no-')}", words.name, default=None, help=text)
-    metavar = _METAVARS.get(words.unit) or ("PATH" if words.name.endswith("_dir") else "VALUE")
+    metavar = _METAVARS.get(words.unit) or words.name.rsplit("_")[-1].replace("dir", "path").upper()
     return click.option(option_name(words.name), words.name, default=None, metavar=metavar, help=text)
 
 

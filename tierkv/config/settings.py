@@ -54,7 +54,7 @@ class Settings(BaseModel):
     data_dir: Directory | None = _setting(
         None,
         "Directory on NVMe for the KV cache. Without it the node lives in memory only and writes nothing to disk.",
-        default_text="none: memory only",
+        default_text="none, memory only",
         example='"/var/lib/tierkv"',
         topic="Where",
     )
@@ -69,7 +69,7 @@ class Settings(BaseModel):
     )
     host_bytes: Size = _setting(
         0,
-        "Host memory for KV blocks, taken and locked at start. More than the machine or control group has is refused.",
+        "Host memory for KV blocks, taken at start. More than the machine or control group has is refused.",
         unit="size",
         default_text="a quarter of the memory, or of the control group's limit if that is less",
         example='"64GiB"',
@@ -120,7 +120,7 @@ class Settings(BaseModel):
         64 * MiB, "First size of the index's memory map; it grows by itself. A multiple of 4KiB.", unit="size"
     )
     io_threads: Annotated[int, named(whole(1, 256))] = _setting(
-        4, "Threads of the storage worker that read and write files.", topic="Work"
+        4, "Threads of the storage worker that read and write files.", unit="threads", topic="Work"
     )
     inflight_writes: Annotated[int, named(whole(1, 4096))] = _setting(
         8, "Extents being written at one time.", unit="extents"
@@ -141,7 +141,7 @@ class Settings(BaseModel):
         5.0, "How long a starting node waits for one that is just ending to let go of data_dir.", unit="seconds"
     )
     metrics_port: Annotated[int, named(whole(1, 65_535))] | None = _setting(
-        None, "Port of the Prometheus endpoint.", default_text="none: no endpoint", example="9464", topic="Watching"
+        None, "Port of the Prometheus endpoint.", default_text="none, no endpoint", example="9464", topic="Watching"
     )
     metrics_host: Annotated[str, named(parse_host)] = _setting(
         "127.0.0.1", "Address the Prometheus endpoint listens on. There is no password: mind who can reach it."
