@@ -67,7 +67,7 @@ def node(node_dir: Path) -> Iterator[FakeNode]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply that doesn't come is given up after 0.1 s."""
-    monkeypatch.setattr("tierkv.client.verbs.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("tierkv.client.asking.GRACE_SECONDS", 0.05)
 
 
 @pytest.fixture

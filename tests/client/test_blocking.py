@@ -257,6 +257,18 @@ def test_a_lease_can_be_held_by_another_session(node: FakeNode, client: Client, 
         asked.release()
 
 
+def test_each_rank_leases_its_own_shard(client: Client, node: FakeNode) -> None:
+    group = client.open(make_identity(shards=2), rank=1)
+    rows = store(group, TOKENS)
+    destination = poisoned(4)
+    with group.acquire(TOKENS) as lease:
+        assert [part.rank for part in lease.parts] == [1]
+        assert lease.copy_into(destination) == 4
+    assert (destination == rows).all()
+    assert node.saw(Acquire)[0].holders == (Holder(1, client.session_token()),)
+    assert node.has_no_grants()
+
+
 def test_the_one_who_asked_for_others_has_nothing_to_copy_or_release(client: Client, node: FakeNode) -> None:
     group = client.open(make_identity(shards=2), rank=0)
     store(group, TOKENS)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
+from tierkv.client.asking import Failure
 from tierkv.client.steps import Verb
-from tierkv.client.verbs import Failure, Verbs
+from tierkv.client.verbs import Verbs
 from tierkv.core.reasons import Reason
 from tierkv.errors import ConfigError, IncompleteError, NodeUnreachable, WireError
 from tierkv.wire.messages import (
