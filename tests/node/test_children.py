@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tierkv.node.children import Backoff, Child, describe_exit
+from tierkv.node.children import Backoff, Child, IndexSuspicion, describe_exit
 
 
 @pytest.fixture
@@ -108,3 +108,15 @@ def test_ends_are_told_in_words() -> None:
     assert describe_exit(0) == "exited with 0"
     assert describe_exit(-7) == "killed by SIGBUS"
     assert describe_exit(-40) == "killed by signal 40"
+
+
+def test_an_index_is_suspected_after_a_crash_or_two_kills_and_cleared_by_a_recovery() -> None:
+    suspicion = IndexSuspicion()
+    suspicion.worker_died(was_killed=True)
+    assert not suspicion.is_strong
+    suspicion.worker_died(was_killed=True)
+    assert suspicion.is_strong
+    suspicion.cleared()
+    assert not suspicion.is_strong
+    suspicion.worker_died(was_killed=False)
+    assert suspicion.is_strong

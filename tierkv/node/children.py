@@ -7,6 +7,7 @@ that starts it, so the supervisor starts all from its main thread), and at the e
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from collections.abc import Sequence
 FIRST_DELAY_SECONDS = 0.1
 LAST_DELAY_SECONDS = 5.0
 STEADY_SECONDS = 30.0
+KILL_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Child:
@@ -44,8 +48,11 @@ class Child:
         return describe_exit(status)
 
     def wait(self) -> None:
-        """Of a child that was killed: until it is gone."""
-        self.process.wait()
+        """Of a child that was killed: until it is gone, or shows that it can't be killed."""
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.error("process %d can't be killed: its disk does not answer", self.pid)
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -94,3 +101,22 @@ class Backoff:
         if self._in_a_row == 1:
             return now
         return now + min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(self._in_a_row - 2, 16))
+
+
+class IndexSuspicion:
+    """A damaged index can take down every process that opens it. So when a storage worker dies before it has recovered,
+    the next one sets the index aside; but not for a first SIGKILL, which may as well have been for want of memory."""
+
+    def __init__(self) -> None:
+        self._kills = 0
+        self.is_strong = False
+
+    def worker_died(self, *, was_killed: bool) -> None:
+        """Before it had recovered."""
+        self._kills += was_killed
+        self.is_strong = self.is_strong or not was_killed or self._kills > 1
+
+    def cleared(self) -> None:
+        """A worker has recovered."""
+        self._kills = 0
+        self.is_strong = False

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import select
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, IncompleteError, TierkvError
-from tierkv.node.arena import STRETCH_BYTES
-from tierkv.node.children import Backoff, Child
+from tierkv.node.admission import Admission
+from tierkv.node.children import Backoff, Child, IndexSuspicion
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import (
     AnyControlMessage,
@@ -38,29 +36,27 @@ from tierkv.node.control import (
     ReplaceWorker,
     SessionClosed,
     SessionEnded,
-    SessionOpened,
     Shutdown,
     WorkerDied,
     WorkerRecovered,
 )
+from tierkv.node.host_share import HostShare
 from tierkv.node.incarnation import Incarnation
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
-from tierkv.node.memory_room import memory_room, require_memory
-from tierkv.node.sessions import Asked, Ended, Event, HungUp, Knock, Sessions
+from tierkv.node.memory_room import require_memory
+from tierkv.node.sessions import Asked, Ended, Event, HungUp, Sessions
 from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions, remove_sockets
+from tierkv.node.start_checks import raise_descriptor_limit, require_metrics_address
+from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.storage.directory import DataDirectory
-from tierkv.wire.messages import ErrorCode
 from tierkv.wire.session import SESSION_SOCKET_NAME
 
 GIVE_UP_AFTER = 5
 """Fronts that died in a row before any was ever ready: starting once more would not help."""
 
-GROWTH_RETRY_SECONDS = 1.0
 SOCKET_CHECK_SECONDS = 20.0
 END_SECONDS = 5.0
 """What the children get, beyond the draining budget, before they are killed."""
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +78,16 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
             lock = owned.enter_context(lock_data_directory(settings.data_dir, settings.lock_wait_seconds))
             lock_fd = lock.fd
             DataDirectory.open(settings.data_dir).close()
-        _require_metrics_address(settings)
+        require_metrics_address(settings)
         claim_socket_folder(settings.socket_dir)
         owned.enter_context(lock_socket_directory(settings.socket_dir))
         require_memory(settings.host_bytes, settings.lock_wait_seconds)
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         listener = listen_for_sessions(settings.socket_dir)
         owned.callback(remove_sockets, settings.socket_dir)
         sessions = Sessions(listener)
         owned.callback(sessions.close)
-        signals = owned.enter_context(_caught_signals())
+        signals = owned.enter_context(caught_signals())
         supervisor = Supervisor(settings, lock_fd, sessions, signals, say)
         try:
             return supervisor.serve()
@@ -118,8 +114,8 @@ class Supervisor:
         self._clock = NodeClock.start()
         self._incarnation: Incarnation | None = None
         self._leftover: Child | None = None  # the worker of an incarnation that ended, still to be reaped
-        self._held: dict[int, int] = {}  # incarnation -> bytes of its arena that engines may still have mapped
-        self._waiting: list[Knock] = []  # have said hello while no front was ready
+        self._host_share = HostShare(settings.host_bytes)
+        self._admission = Admission(sessions)
         self._front_backoff = Backoff()
         self._worker_backoff = Backoff()
         self._front_due: float | None = 0.0
@@ -129,10 +125,9 @@ class Supervisor:
         self._socket_inode = self._find_socket()
         self._was_ready = False
         self._was_announced = False
-        self._early_deaths = (
-            0  # of workers before they had recovered, in halves: a kill counts for one, the rest for two
-        )
+        self._index_suspicion = IndexSuspicion()
         self._end_due: float | None = None
+        self._is_forced = False
         self._drained: Drained | None = None
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
@@ -198,14 +193,12 @@ class Supervisor:
             self._worker_due = None
             self._start_worker(now)
         if self._growth_due is not None and self._growth_due <= now:
-            self._grow(now)
+            self._growth_due = self._host_share.grow(self._incarnation, now) if self._incarnation else None
         if self._socket_check_due <= now:
             self._socket_check_due = now + SOCKET_CHECK_SECONDS
             self._check_socket()
         if self._end_due is not None and self._end_due <= now:
-            log.error("the node did not end in time; killing what is left of it")
-            self._end_due = now + END_SECONDS
-            self._kill_children()
+            self._end_by_force(now)
         self._sessions.expire()
 
     # ---- incarnations
@@ -223,7 +216,6 @@ class Supervisor:
             return
         log.info("front %d, incarnation %d", self._incarnation.front.pid, self._incarnation.number)
         self._growth_due = now
-        self._early_deaths = 0
         if self._settings.data_dir is not None:
             self._start_worker(now)
 
@@ -240,7 +232,7 @@ class Supervisor:
         incarnation.close()
         self._sessions.tell_ended(incarnation.number)
         if self._sessions.count(incarnation.number):
-            self._held[incarnation.number] = incarnation.populated_bytes
+            self._host_share.hold(incarnation.number, incarnation.populated_bytes)
         if self._is_stopping:
             return
         if not self._was_ready and self._front_backoff.in_a_row + 1 >= GIVE_UP_AFTER:
@@ -268,8 +260,18 @@ class Supervisor:
         if self._leftover is not None:
             self._leftover.kill()
 
+    def _end_by_force(self, now: float) -> None:
+        """The first time: kill what is left. Again: what even that does not end waits for a disk that does not answer.
+        It keeps the lock, and ends by itself when it can."""
+        if self._is_forced:
+            raise IncompleteError("a process of the node can't be killed: its disk does not answer")
+        log.error("the node did not end in time; killing what is left of it")
+        self._is_forced = True
+        self._end_due = now + END_SECONDS
+        self._kill_children()
+
     def kill_all(self) -> None:
-        """Whatever the reason we end: no child outlives us."""
+        """Whatever the reason we end: no child that can be killed outlives us."""
         self._kill_children()
         if self._incarnation is not None:
             self._incarnation.front.wait()
@@ -286,7 +288,7 @@ class Supervisor:
         if self._incarnation is None or self._incarnation.worker is not None:
             return
         self._worker_backoff.started(now)
-        discard = self._should_discard_index()
+        discard = self._index_suspicion.is_strong
         restarts = self._worker_backoff.restarts
         self._incarnation.start_worker(restarts=restarts, discard_index=discard)
         if discard:
@@ -299,13 +301,8 @@ class Supervisor:
             return
         log.error("storage worker %d %s", worker.pid, how)
         if not incarnation.is_recovered:
-            # A kill says nothing about the index the first time: the kernel may have needed memory.
-            self._early_deaths += 1 if worker.was_killed else 2
+            self._index_suspicion.worker_died(was_killed=worker.was_killed)
         self._worker_due = self._worker_backoff.died(now)
-
-    def _should_discard_index(self) -> bool:
-        """A damaged index can take down the process that opens it."""
-        return self._early_deaths >= 2
 
     # ---- control messages
 
@@ -318,13 +315,11 @@ class Supervisor:
         match message:
             case Ready():
                 incarnation.is_ready = self._was_ready = True
-                waiting, self._waiting = self._waiting, []
-                for knock in waiting:
-                    self._grant(knock)
+                self._admission.front_is_ready(incarnation)
                 self._announce(incarnation)
             case WorkerRecovered():
                 incarnation.is_recovered = True
-                self._early_deaths = 0
+                self._index_suspicion.cleared()
                 self._announce(incarnation)
             case ReplaceWorker():
                 if incarnation.worker is not None and incarnation.worker.pid == message.pid:
@@ -353,78 +348,22 @@ class Supervisor:
     def _on_session(self, event: Event) -> None:
         match event:
             case Asked():
-                self._asked(event.knock)
+                self._admission.ask(event.knock, self._incarnation)
             case HungUp():
                 self._tell_of_session(event.session.incarnation, SessionClosed(token=event.session.token))
             case Ended():
                 self._tell_of_session(event.session.incarnation, SessionEnded(token=event.session.token))
                 self._let_go(event.session.incarnation)
 
-    def _asked(self, knock: Knock) -> None:
-        if self._is_stopping:
-            self._sessions.refuse(knock, ErrorCode.SHUTTING_DOWN, "the node is shutting down")
-        elif self._incarnation is not None and self._incarnation.is_ready:
-            self._grant(knock)
-        else:
-            self._waiting = [one for one in self._waiting if self._sessions.is_waiting(one)]
-            self._waiting.append(knock)
-
-    def _grant(self, knock: Knock) -> None:
-        """The front hears of the session before the client learns its token."""
-        incarnation = self._incarnation
-        if incarnation is None or not self._sessions.is_waiting(knock) or knock.hello is None:
-            return
-        token = self._sessions.new_token()
-        opened = SessionOpened(token=token, pid=knock.pid, client=knock.hello.client, maps_arena=knock.hello.maps_arena)
-        if incarnation.control.send_now(opened):
-            self._sessions.grant(knock, token, incarnation.memory())
-        else:
-            self._sessions.refuse(knock, ErrorCode.TIMEOUT, "the front does not answer; try again")
-
     def _tell_of_session(self, number: int, message: ControlMessage) -> None:
         if self._incarnation is not None and self._incarnation.number == number:
             self._tell(self._incarnation, message)
 
-    # ---- memory
-
     def _let_go(self, number: int) -> None:
         """A session has ended: perhaps the last one of an arena that nobody decides about any more."""
-        if number in self._held and not self._sessions.count(number):
+        if not self._sessions.count(number) and self._host_share.let_go(number):
             log.info("the arena of incarnation %d is free", number)
-            del self._held[number]
             self._growth_due = time.monotonic()
-
-    def _limit_bytes(self) -> int:
-        return max(0, self._settings.host_bytes - sum(self._held.values()))
-
-    def _grow(self, now: float) -> None:
-        """One stretch more of the arena, until it is as large as it may be."""
-        self._growth_due = None
-        incarnation = self._incarnation
-        if incarnation is None:
-            return
-        missing = self._limit_bytes() - incarnation.populated_bytes
-        problem = self._memory_problem()
-        if missing <= 0:
-            incarnation.tell_limit(problem)
-            return
-        if (room := memory_room()).num_bytes < min(missing, STRETCH_BYTES):
-            problem = f"host memory: {room.name} has no more of it now; {missing} bytes are missing"
-            self._growth_due = now + GROWTH_RETRY_SECONDS
-        else:
-            try:
-                incarnation.populate(self._limit_bytes())
-                self._growth_due = now
-            except ConfigError as error:
-                problem = str(error)
-                self._growth_due = now + GROWTH_RETRY_SECONDS
-        incarnation.tell_limit(problem)
-
-    def _memory_problem(self) -> str:
-        if not self._held:
-            return ""
-        held = sum(self._held.values())
-        return f"host memory: {held} bytes are still mapped by engines of {len(self._held)} earlier front(s)"
 
     # ---- sockets and signals
 
@@ -448,9 +387,8 @@ class Supervisor:
         self._socket_inode = self._find_socket()
 
     def _on_signals(self) -> None:
-        for number in self._signals.recv(64):
-            if number in STOP_SIGNALS:
-                self._stop(signal.Signals(number).name)
+        for name in stop_signals_in(self._signals.recv(64)):
+            self._stop(name)
 
     def _stop(self, name: str) -> None:
         """The first time: drain within the budget. Again: at once."""
@@ -472,44 +410,6 @@ class Supervisor:
             f"(bytes, of {drained.flushed_extents} and {drained.dropped_extents} extents)"
         )
         return 0
-
-
-@contextmanager
-def _caught_signals() -> Iterator[socket.socket]:
-    """A socket on which each stop signal is one byte, its number. Other threads and blocking calls change nothing."""
-    reading, writing = socket.socketpair()
-    reading.setblocking(False)
-    writing.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-    previous = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    try:
-        yield reading
-    finally:
-        signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reading.close()
-        writing.close()
-
-
-def _require_metrics_address(settings: Settings) -> None:
-    """The front serves it later, in a thread; here a mistake can still be told as one."""
-    if settings.metrics_port is None:
-        return
-    family = socket.AF_INET6 if ":" in settings.metrics_host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.metrics_host, settings.metrics_port))
-        except OSError as error:
-            where = f"{settings.metrics_host} port {settings.metrics_port}"
-            raise ConfigError("metrics_port", f"can't listen on {where}: {error.strerror}") from error
-
-
-def _raise_descriptor_limit() -> None:
-    """Two for each session; what the administrator allows is taken."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(arguments: list[str]) -> int:

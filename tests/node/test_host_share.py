@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from tierkv.errors import ConfigError
+from tierkv.node import host_share
+from tierkv.node.arena import STRETCH_BYTES
+from tierkv.node.host_share import RETRY_SECONDS, HostShare
+from tierkv.node.memory_room import MemoryRoom
+
+
+class Arena:
+    """An incarnation as far as its memory goes."""
+
+    def __init__(self) -> None:
+        self.populated_bytes = 0
+        self.told: list[tuple[int, str]] = []
+        self.fails = False
+
+    def populate(self, limit_bytes: int) -> None:
+        if self.fails:
+            raise ConfigError("host_bytes", "no memory")
+        self.populated_bytes = min(limit_bytes, self.populated_bytes + STRETCH_BYTES)
+
+    def tell_limit(self, problem: str) -> None:
+        self.told.append((self.populated_bytes, problem))
+
+
+def grow(share: HostShare, arena: Arena) -> list[float | None]:
+    calls: list[float | None] = []
+    while not calls or calls[-1] == 0.0:
+        calls.append(share.grow(arena, 0.0))  # type: ignore[arg-type]
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> list[MemoryRoom]:
+    rooms = [MemoryRoom(2**40, "this machine")]
+    monkeypatch.setattr(host_share, "memory_room", lambda: rooms[-1])
+    return rooms
+
+
+def test_an_arena_grows_stretch_by_stretch_to_all_it_may_have() -> None:
+    arena = Arena()
+    calls = grow(HostShare(3 * STRETCH_BYTES - 4096), arena)
+    assert calls == [0.0, 0.0, 0.0, None]
+    assert [told for told, _ in arena.told] == [STRETCH_BYTES, 2 * STRETCH_BYTES, *[3 * STRETCH_BYTES - 4096] * 2]
+
+
+def test_what_engines_of_earlier_fronts_hold_is_left_to_them_until_they_end() -> None:
+    share = HostShare(3 * STRETCH_BYTES)
+    share.hold(1, STRETCH_BYTES)
+    share.hold(2, STRETCH_BYTES)
+    arena = Arena()
+    grow(share, arena)
+    assert arena.populated_bytes == STRETCH_BYTES
+    assert "still mapped by engines of 2 earlier front(s)" in arena.told[-1][1]
+    assert share.let_go(1)
+    assert not share.let_go(1)
+    grow(share, arena)
+    assert arena.populated_bytes == 2 * STRETCH_BYTES
+    share.let_go(2)
+    grow(share, arena)
+    assert arena.told[-1] == (3 * STRETCH_BYTES, "")
+
+
+def test_more_held_than_there_is_leaves_nothing() -> None:
+    share = HostShare(STRETCH_BYTES)
+    share.hold(1, STRETCH_BYTES)
+    share.hold(2, STRETCH_BYTES)
+    arena = Arena()
+    assert grow(share, arena) == [None]
+    assert arena.populated_bytes == 0
+
+
+def test_a_machine_without_memory_is_asked_again_and_the_want_is_said(room: list[MemoryRoom]) -> None:
+    room.append(MemoryRoom(4096, "this control group"))
+    share, arena = HostShare(STRETCH_BYTES), Arena()
+    assert grow(share, arena) == [RETRY_SECONDS]
+    assert "this control group has no more" in arena.told[-1][1]
+    room.append(MemoryRoom(2**40, "this control group"))
+    arena.fails = True
+    assert grow(share, arena) == [RETRY_SECONDS]
+    assert "no memory" in arena.told[-1][1]
+    arena.fails = False
+    assert grow(share, arena) == [0.0, None]
+    assert arena.told[-1] == (STRETCH_BYTES, "")

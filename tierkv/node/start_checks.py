@@ -1,0 +1,29 @@
+"""What is looked at before anything is started, so that a mistake is told as one and not found in a log."""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+from tierkv.config import Settings
+from tierkv.errors import ConfigError
+
+
+def require_metrics_address(settings: Settings) -> None:
+    """The front listens there later. Raises ConfigError("metrics_port") when the address can't be had."""
+    if settings.metrics_port is None:
+        return
+    family = socket.AF_INET6 if ":" in settings.metrics_host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.metrics_host, settings.metrics_port))
+        except OSError as error:
+            where = f"{settings.metrics_host} port {settings.metrics_port}"
+            raise ConfigError("metrics_port", f"can't listen on {where}: {error.strerror}") from error
+
+
+def raise_descriptor_limit() -> None:
+    """Sessions take two descriptors each; what the administrator allows is taken."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
