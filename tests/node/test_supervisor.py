@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,9 @@ import pytest
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse, IncompleteError, TierkvError
 from tierkv.node import incarnation as incarnation_module
-from tierkv.node import memory_room
 from tierkv.node import supervisor as supervisor_module
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
-from tierkv.node.memory_room import MemoryRoom
+from tierkv.node.memory_room import MemoryRoom, require_memory
 from tierkv.node.socket_folder import claim_socket_folder
 from tierkv.node.supervisor import run
 
@@ -126,9 +126,7 @@ def test_a_newer_format_is_refused_untouched(settings: Callable[..., Settings], 
 def test_memory_that_is_not_there_is_said_before_anything_is_started(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        memory_room.require_memory, "__kwdefaults__", {"room": lambda: MemoryRoom(0, "x"), "pause": None}
-    )
+    monkeypatch.setattr(supervisor_module, "require_memory", partial(require_memory, room=lambda: MemoryRoom(0, "x")))
     with pytest.raises(ConfigError, match="host_bytes: 4 MiB are needed"):
         run(settings())
 
