@@ -13,6 +13,7 @@ Run as `python -m tierkv.node.front CONTROL_FD SUPERVISOR_PID`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import mmap
@@ -69,6 +70,9 @@ SOCKET_CHECK_SECONDS = 20.0
 EXIT_CORE_FAILED = 3
 EXIT_SUPERVISOR_GONE = 71
 
+_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+"""As plain numbers: arithmetic with enumerations takes a microsecond each time, several times a request."""
+
 log = logging.getLogger(__name__)
 
 
@@ -119,6 +123,8 @@ class Front:
         self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
         self._is_finished = False
         self._service.host_limit(begin.host_limit_bytes, self._now())
+        if self._has_nvme:
+            _begin_bulk_loading()
 
     def _limits(self) -> Limits:
         settings = self._settings
@@ -142,10 +148,12 @@ class Front:
         self._control.send(Ready())
         while not self._is_finished:
             ready = self._wait()
-            self._take_control()
+            if self._control.fileno() in ready:
+                self._take_control()
             if self._control.ended:
                 return EXIT_SUPERVISOR_GONE
-            self._take_reports()
+            if self._mover.is_attached and self._mover.fileno() in ready:
+                self._take_reports()
             if self._router.door in ready:
                 self._router.admit()
             self._take_requests()
@@ -173,14 +181,14 @@ class Front:
     def _interest(self) -> dict[Any, int]:
         wanted: dict[Any, int] = {
             self._control.fileno(): _events(self._control.wants_write),
-            self._router.door: zmq.POLLIN,
+            self._router.door: _POLLIN,
         }
         if not self._service.is_behind:
-            wanted[self._router.socket] = zmq.POLLIN
+            wanted[self._router.socket] = _POLLIN
         if self._mover.is_attached:
             wanted[self._mover.fileno()] = _events(self._mover.wants_write)
         if self._scrape is not None:
-            wanted[self._scrape.fileno()] = zmq.POLLIN
+            wanted[self._scrape.fileno()] = _POLLIN
         return wanted
 
     def _timeout_milliseconds(self) -> int:
@@ -277,8 +285,10 @@ class Front:
         self._nvme_room.note(report)
         if isinstance(report, Recovered):
             self._set_nvme_room(self._nvme_room.at_recovery(), now)
-            self._control.send(WorkerRecovered(pid=self._mover.worker.pid))
         self._service.on_report(report, now)
+        if isinstance(report, Recovered):  # said once it is so: the supervisor tells everybody that the node is ready
+            _end_bulk_loading()
+            self._control.send(WorkerRecovered(pid=self._mover.worker.pid))
         if isinstance(report, TierHealth) and not self._core.state.is_recovering:
             nvme = next(tier for tier in self._core.state.tiers() if tier.tier == "nvme")
             self._set_nvme_room(self._nvme_room.at_health(nvme.used_bytes + nvme.reserved_bytes), now)
@@ -316,7 +326,19 @@ class Front:
 
 
 def _events(wants_write: bool) -> int:
-    return zmq.POLLIN | (zmq.POLLOUT if wants_write else 0)
+    return _POLLIN | _POLLOUT if wants_write else _POLLIN
+
+
+def _begin_bulk_loading() -> None:
+    """Recovery makes a dozen objects for each extent, and no garbage: the collector would walk all of them, over and
+    over, for as long as the rows come, and take longer than everything else together."""
+    gc.disable()
+
+
+def _end_bulk_loading() -> None:
+    """From here on the collector works as usual, and leaves alone what recovery has made."""
+    gc.freeze()
+    gc.enable()
 
 
 def _map_generations(fd: int) -> MutableSequence[int]:
