@@ -8,7 +8,6 @@ Other data that grows makes the room smaller, and it comes back when that goes.
 
 from __future__ import annotations
 
-from tierkv.config.sizes import human_size
 from tierkv.core.instructions import AnyReport, Rows, TierHealth
 
 UNKNOWN = 2**62
@@ -52,6 +51,8 @@ class NvmeRoom:
         """In words, with both numbers, when the disk has less than the setting asks for; else empty."""
         if self._setting is None or self.num_bytes >= self._setting:
             return ""
+        from tierkv.config.sizes import human_size  # noqa: PLC0415 - rarely needed, and slow to import for a front
+
         return (
             f"nvme_bytes asks for {human_size(self._setting)}, the disk has room for {human_size(self.num_bytes)} with "
             f"{human_size(self._reserve)} left free (nvme_reserve_bytes): using that"
