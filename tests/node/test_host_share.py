@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tierkv.core.slabs import SlabPool
 from tierkv.errors import ConfigError
 from tierkv.node import host_share
-from tierkv.node.arena import STRETCH_BYTES
+from tierkv.node.arena import PAGE_BYTES, STRETCH_BYTES
 from tierkv.node.host_share import RETRY_SECONDS, HostShare
 from tierkv.node.memory_room import MemoryRoom
 
@@ -85,3 +88,25 @@ def test_a_machine_without_memory_is_asked_again_and_the_want_is_said(room: list
     arena.fails = False
     assert grow(share, arena) == [0.0, None]
     assert arena.told[-1] == (STRETCH_BYTES, "")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_limit_in_bytes_is_a_limit_in_place_for_the_core(data: st.DataObject) -> None:
+    """Pages beyond the limit have not been had: touching one could be the end of an engine."""
+    slabs, slab_bytes = 8, 4 * PAGE_BYTES
+    pool = SlabPool(slabs * slab_bytes, slab_bytes, [0] * (slabs * 4))
+    pool.limit_bytes = data.draw(st.integers(0, slabs)) * slab_bytes
+    held: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        match data.draw(st.sampled_from(["take", "give", "grow"])):
+            case "take":
+                size = data.draw(st.sampled_from([PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES]))
+                slots = pool.allocate(size, data.draw(st.integers(1, 9)))
+                assert all(slot + size <= pool.limit_bytes for slot in slots)
+                if slots:
+                    held.append(slots)
+            case "give" if held:
+                pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+            case "grow":
+                pool.limit_bytes = data.draw(st.integers(pool.limit_bytes // slab_bytes, slabs)) * slab_bytes
