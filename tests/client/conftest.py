@@ -72,7 +72,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client(node: FakeNode, quick: None) -> Iterator[Client]:
-    with connect(node.directory, timeout_seconds=0.5) as made:
+    with connect(node.directory, timeout_seconds=5) as made:
         yield made
         assert made.counters.open_grants == 0
 

@@ -24,7 +24,7 @@ Program = Callable[[], Coroutine[Any, Any, None]]
 
 @asynccontextmanager
 async def opened(node: FakeNode, block_bytes: int = 4096) -> AsyncIterator[tuple[Client, Group]]:
-    async with await connect(node.directory, timeout_seconds=0.5) as client:
+    async with await connect(node.directory, timeout_seconds=5) as client:
         yield client, await client.open(make_identity(block_bytes))
 
 

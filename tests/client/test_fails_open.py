@@ -185,7 +185,7 @@ def test_a_front_of_another_incarnation_than_the_memory_is_not_believed(node: Fa
             lambda request: HelloReply(id=request.id, protocol=1, incarnation=99, version="", data_dir="", host_bytes=0)
         )
     )
-    with connect(node.directory, timeout_seconds=0.5) as client:
+    with connect(node.directory, timeout_seconds=5) as client:
         assert client.is_connected()
         assert client.counters.sessions_opened == 2
 
