@@ -22,7 +22,7 @@ class NodeFailed(Exception):
 
 
 class Node:
-    """`tierkv serve` with settings, ready to be spoken to. `seconds` is how long that took, from its exec on."""
+    """`tierkv serve` with settings, ready to be spoken to."""
 
     def __init__(self, socket_dir: Path, **settings: object) -> None:
         self.endpoint = socket_dir
@@ -41,7 +41,6 @@ class Node:
         except BaseException:
             self.kill()
             raise
-        self.seconds = time.perf_counter() - start
 
     @property
     def pid(self) -> int:
