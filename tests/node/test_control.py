@@ -112,6 +112,16 @@ def test_the_end_of_the_peer_is_seen_after_what_it_said(pair: tuple[Control, Con
     assert not supervisor.wants_write
 
 
+def test_last_words_are_heard_from_a_peer_that_has_not_read_all_it_was_told(pair: tuple[Control, Control]) -> None:
+    supervisor, front = pair
+    supervisor.send(HostLimit(num_bytes=1))
+    front.send(Ready())
+    front.close()
+    assert supervisor.receive() == (Ready(), [])
+    assert supervisor.receive() is None
+    assert supervisor.ended
+
+
 def test_sending_to_a_peer_that_has_just_gone_is_no_error(pair: tuple[Control, Control]) -> None:
     supervisor, front = pair
     front.close()

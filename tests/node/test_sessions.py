@@ -250,6 +250,16 @@ def test_detach_ends_a_session_whose_process_goes_on(served: Served) -> None:
         assert client.recv(1000) == b""
 
 
+def test_a_detach_is_heard_from_who_closes_without_having_read_all(served: Served) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        served.until(Asked)
+        say(client, Detach(incarnation=INCARNATION))
+    # The grant was never read: the kernel reports that before it delivers the packet.
+    assert served.until(Ended).session.pid == os.getpid()
+    assert served.is_quiet()
+
+
 def test_a_detach_of_another_incarnation_ends_nothing(served: Served) -> None:
     with served.connect() as client:
         say(client, hello())

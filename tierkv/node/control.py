@@ -207,17 +207,22 @@ class Control:
         if self.ended:
             return None
         try:
-            packet, ancillary, _, _ = self._socket.recvmsg(
-                MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
-            )
+            packet, ancillary = self._receive_packet()
         except (BlockingIOError, InterruptedError):
             return None
-        except ConnectionResetError:
-            packet, ancillary = b"", []
         if not packet:
             self.ended = True
             return None
         return _decoder.decode(packet), _descriptors(ancillary)
+
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
+        while True:
+            try:
+                packet, ancillary, _, _ = self._socket.recvmsg(MAX_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+            except ConnectionResetError:
+                continue  # it ended without having read all; the kernel says so once, before what it had sent itself
+            return packet, ancillary
 
     def wait(self, timeout_seconds: float) -> tuple[AnyControlMessage, list[int]] | None:
         """Like `receive`, waiting for it."""

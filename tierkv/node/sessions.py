@@ -369,12 +369,15 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int | None:
 def _receive(sock: socket.socket) -> bytes | None:
     """One packet; empty at the end; None when nothing is there after all. A packet that is too long is cut, and does
     not decode."""
-    try:
-        return sock.recv(MAX_PACKET_BYTES)
-    except (BlockingIOError, InterruptedError):
-        return None
-    except OSError:  # reset by the peer, among others: the end of it either way
-        return b""
+    while True:
+        try:
+            return sock.recv(MAX_PACKET_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except ConnectionResetError:
+            continue  # it closed without having read all; the kernel says so once, before what it had sent, like Detach
+        except OSError:
+            return b""
 
 
 def _decode(packet: bytes) -> AnySessionMessage | None:
