@@ -20,6 +20,7 @@ from tierkv.node.arena import (
     make_generations,
     open_read_only,
     populate,
+    populate_stretches,
     seal_against_writers,
 )
 
@@ -61,6 +62,20 @@ def test_pages_are_had_only_where_they_are_populated(arena: SharedMemory) -> Non
     assert allocated_bytes(arena) == MIB
     populate(arena.fd, 0, 4 * MIB, huge_pages=True)
     assert allocated_bytes(arena) == 4 * MIB
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_threads_populate_neighbouring_stretches(
+    arena: SharedMemory, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(arena_module, "STRETCH_BYTES", MIB)
+    monkeypatch.setattr(arena_module, "POPULATING_THREADS", threads)
+    had = 0
+    while had < 4 * MIB - 4096:
+        before, had = had, populate_stretches(arena.fd, had, 4 * MIB - 4096, huge_pages=False)
+        assert had == min(4 * MIB - 4096, before + threads * MIB)
+        assert allocated_bytes(arena) == had
+    assert populate_stretches(arena.fd, had, had, huge_pages=False) == had
 
 
 def test_a_kernel_without_the_populate_call_gets_pages_the_older_way(

@@ -23,6 +23,7 @@ class Arena:
     def populate(self, limit_bytes: int) -> None:
         if self.fails:
             raise ConfigError("host_bytes", "no memory")
+        assert limit_bytes % PAGE_BYTES == 0
         self.populated_bytes = min(limit_bytes, self.populated_bytes + STRETCH_BYTES)
 
     def tell_limit(self, problem: str) -> None:
@@ -45,7 +46,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[MemoryRoom]:
 
 def test_an_arena_grows_stretch_by_stretch_to_all_it_may_have() -> None:
     arena = Arena()
-    calls = grow(HostShare(3 * STRETCH_BYTES - 4096), arena)
+    calls = grow(HostShare(3 * STRETCH_BYTES - 4095), arena)
     assert calls == [0.0, 0.0, 0.0, None]
     assert [told for told, _ in arena.told] == [STRETCH_BYTES, 2 * STRETCH_BYTES, *[3 * STRETCH_BYTES - 4096] * 2]
 

@@ -15,13 +15,16 @@ import errno
 import fcntl
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 from tierkv.errors import ConfigError
 
 PAGE_BYTES = 4096
 GENERATION_BYTES = 8
 STRETCH_BYTES = 16 * 2**20
-"""What is populated in one go: some ten milliseconds."""
+"""What one thread populates in one go: some ten milliseconds."""
+
+POPULATING_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -97,6 +100,20 @@ def populate(fd: int, first_byte: int, num_bytes: int, *, huge_pages: bool) -> N
                 _populate_by_hand(fd, first_byte, num_bytes, mapping)
         finally:
             del anchor
+
+
+def populate_stretches(fd: int, first_byte: int, limit: int, *, huge_pages: bool) -> int:
+    """`populate` from `first_byte` on, one stretch for each thread, not beyond `limit`; both are whole pages. Returns
+    where it stopped. Zeroing is bound by a core's speed, a gigabyte or two a second."""
+    last = min(limit, first_byte + POPULATING_THREADS * STRETCH_BYTES)
+    parts = [(start, min(STRETCH_BYTES, last - start)) for start in range(first_byte, last, STRETCH_BYTES)]
+    if len(parts) == 1:
+        populate(fd, *parts[0], huge_pages=huge_pages)
+    elif parts:
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="populate") as pool:
+            for done in [pool.submit(populate, fd, *part, huge_pages=huge_pages) for part in parts]:
+                done.result()
+    return last
 
 
 def are_huge_pages_possible() -> bool:

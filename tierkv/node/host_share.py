@@ -9,7 +9,7 @@ is a limit in place as well: nobody is given a page that has not been had.
 from __future__ import annotations
 
 from tierkv.errors import ConfigError
-from tierkv.node.arena import STRETCH_BYTES
+from tierkv.node.arena import PAGE_BYTES, POPULATING_THREADS, STRETCH_BYTES
 from tierkv.node.incarnation import Incarnation
 from tierkv.node.memory_room import memory_room
 
@@ -23,7 +23,8 @@ class HostShare:
 
     @property
     def limit_bytes(self) -> int:
-        return max(0, self._host_bytes - sum(self._held.values()))
+        """Whole pages."""
+        return max(0, self._host_bytes - sum(self._held.values())) // PAGE_BYTES * PAGE_BYTES
 
     def hold(self, incarnation: int, num_bytes: int) -> None:
         """A front has died while engines have its arena mapped."""
@@ -47,7 +48,7 @@ class HostShare:
     def _populate(self, incarnation: Incarnation, missing: int) -> str:
         """Empty, or why there is no more memory now."""
         room = memory_room()
-        if room.num_bytes < min(missing, STRETCH_BYTES):
+        if room.num_bytes < min(missing, STRETCH_BYTES * POPULATING_THREADS):
             return f"host memory: {room.name} has no more of it now; {missing} bytes are missing"
         try:
             incarnation.populate(self.limit_bytes)

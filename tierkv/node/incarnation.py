@@ -12,8 +12,7 @@ import time
 from contextlib import ExitStack
 
 from tierkv.config import Settings
-from tierkv.node.arena import PAGE_BYTES, STRETCH_BYTES, make_arena, make_generations, open_read_only
-from tierkv.node.arena import populate as populate_pages
+from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only, populate_stretches
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import Begin, FrontSettings, HostLimit, WorkerStarted, control_pair
@@ -65,11 +64,10 @@ class Incarnation:
     # ---- memory
 
     def populate(self, limit_bytes: int) -> None:
-        """One stretch more, up to `limit_bytes` in all, told to the front. Raises ConfigError when there is no memory
-        for it."""
-        num_bytes = min(STRETCH_BYTES, limit_bytes - self.populated_bytes)
-        populate_pages(self._arena.fd, self.populated_bytes, num_bytes, huge_pages=self._huge_pages)
-        self.populated_bytes += num_bytes
+        """Some tens of megabytes more, up to `limit_bytes` in all. Raises ConfigError when there is no memory."""
+        self.populated_bytes = populate_stretches(
+            self._arena.fd, self.populated_bytes, limit_bytes, huge_pages=self._huge_pages
+        )
 
     def tell_limit(self, problem: str) -> None:
         self.control.send(HostLimit(num_bytes=self.populated_bytes, problem=problem))

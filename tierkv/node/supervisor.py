@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, IncompleteError, TierkvError
 from tierkv.node.admission import Admission
+from tierkv.node.arena import are_huge_pages_possible
 from tierkv.node.children import Backoff, Child, IndexSuspicion
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import (
@@ -83,6 +84,8 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
         owned.enter_context(lock_socket_directory(settings.socket_dir))
         require_memory(settings.host_bytes, settings.lock_wait_seconds)
         raise_descriptor_limit()
+        if settings.huge_pages and not are_huge_pages_possible():
+            log.info("no huge pages: this kernel gives none to shared memory (transparent_hugepage/shmem_enabled)")
         listener = listen_for_sessions(settings.socket_dir)
         owned.callback(remove_sockets, settings.socket_dir)
         sessions = Sessions(listener)
