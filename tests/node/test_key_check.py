@@ -84,9 +84,12 @@ def test_a_commit_that_must_wait_goes_before_tickets_that_nobody_commits(monkeyp
     checks: KeyChecks[str] = KeyChecks()
     add(checks, b"first", *prompt(4))
     add(checks, b"second", *prompt(5))
+    assert not checks.is_hurried
     assert checks.settle(b"second", "sender") is Verdict.PENDING
+    assert checks.is_hurried
     assert checks.run() == []
     assert checks.run() == ["sender"]
+    assert not checks.is_hurried
     assert checks.verdict(b"first") is Verdict.PENDING
 
 
@@ -107,6 +110,7 @@ def test_a_ticket_that_ends_meanwhile_gives_back_who_waited(monkeypatch: pytest.
     add(checks, b"t", *prompt(3))
     checks.settle(b"t", "sender")
     assert checks.forget(b"t") == ["sender"]
+    assert not checks.is_hurried
     assert checks.run() == []
     assert checks.forget(b"t") == []
 

@@ -65,6 +65,10 @@ if TYPE_CHECKING:
 
 REQUESTS_PER_ROUND = 64
 BEGIN_SECONDS = 30.0
+IDLE_SECONDS = 0.001
+"""Without anything to read for so long, work that nobody waits for is done. At once would be too early: it would take
+the processor from the thread that sends the reply."""
+
 SOCKET_CHECK_SECONDS = 20.0
 
 EXIT_CORE_FAILED = 3
@@ -120,6 +124,7 @@ class Front:
         self._poller = zmq.Poller()
         self._polled: dict[Any, int] = {}
         self._wakeup: float | None = None
+        self._is_idle = False  # nothing could be read in the last round
         self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
         self._is_finished = False
         self._service.host_limit(begin.host_limit_bytes, self._now())
@@ -158,7 +163,8 @@ class Front:
                 self._router.admit()
             self._take_requests()
             self._do_what_is_due()
-            if self._service.num_checks:
+            self._is_idle = not ready
+            if self._service.num_checks and (self._is_idle or self._service.is_hurried):
                 self._service.check_keys(self._now())
             if self._scrape is not None and self._scrape.fileno() in ready:
                 self._scrape.serve(self._survey.snapshot)
@@ -192,7 +198,7 @@ class Front:
         return wanted
 
     def _timeout_milliseconds(self) -> int:
-        if self._service.num_checks:
+        if self._service.is_hurried or (self._is_idle and self._service.num_checks):
             return 0
         now = self._now()
         times = [self._next_socket_check - time.monotonic()]
@@ -201,6 +207,8 @@ class Front:
             times.append(self._wakeup - now)
         if self._draining is not None:
             times.append(self._draining.next_wakeup() - now)
+        if self._service.num_checks:
+            times.append(IDLE_SECONDS)
         return max(0, math.ceil(min(times) * 1000))
 
     def _take_requests(self) -> None:

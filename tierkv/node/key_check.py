@@ -76,6 +76,11 @@ class KeyChecks(Generic[T]):
         return len(self._checks)
 
     @property
+    def is_hurried(self) -> bool:
+        """Somebody waits for a verdict."""
+        return bool(self._urgent) and any(grant in self._checks for grant in self._urgent)
+
+    @property
     def is_behind(self) -> bool:
         return self._num_bytes > MAX_WAITING_BYTES
 

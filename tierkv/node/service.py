@@ -209,6 +209,11 @@ class Service:
         return self._writing.num_checks
 
     @property
+    def is_hurried(self) -> bool:
+        """Commits wait for keys to be checked, or too many tickets do."""
+        return self._writing.is_hurried
+
+    @property
     def is_behind(self) -> bool:
         return self._writing.is_behind
 

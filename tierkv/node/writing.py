@@ -45,6 +45,10 @@ class Writing:
         return len(self._checks)
 
     @property
+    def is_hurried(self) -> bool:
+        return self._checks.is_hurried or self._checks.is_behind
+
+    @property
     def is_behind(self) -> bool:
         """So much waits to be checked that this goes before new requests."""
         return self._checks.is_behind
