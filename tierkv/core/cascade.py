@@ -52,6 +52,7 @@ class Cascade:
         self._written_bytes: dict[Extent, int] = {}
         self._retries: list[tuple[float, Extent, int]] = []
         self._unwritten: dict[Extent, None] = {}
+        self._file_owners: dict[bytes, Extent] = {}  # key -> whose file is being written or removed under that name
         self._writes_in_flight = 0
         self._reads_in_flight = 0
         self.nvme_used = 0  # files that exist, or may
@@ -202,20 +203,25 @@ class Cascade:
         if not (self.is_open and self.is_worker_up):
             return
         self._pump_reads(now)
+        blocked: list[Extent] = []
         while self._write_queue and self.is_writable and self._writes_in_flight < self._ledger.limits.inflight_writes:
             extent = self._write_queue[0]
             if extent.nvme is not NvmeState.QUEUED:
                 self._write_queue.popleft()
                 continue
+            if extent.key in self._file_owners:
+                blocked.append(self._write_queue.popleft())  # or the older file's removal would take this one's
+                continue
             need = self._need(extent)
             verdict = self._room_on_nvme(need, extent.nvme_bytes, now)
             if verdict is Reason.PENDING:
-                return
+                break
             self._write_queue.popleft()
             if verdict is None:
                 self._issue_write(extent, need)
             else:
                 self._drop_queued(extent, verdict, now)
+        self._write_queue.extendleft(reversed(blocked))
 
     def _need(self, extent: Extent) -> int:
         """Not less than what a worker that died may have left of it."""
@@ -246,6 +252,7 @@ class Cascade:
         ledger = self._ledger
         group = ledger.group_of(extent)
         extent.move(NvmeEvent.ISSUE)
+        self._file_owners[extent.key] = extent
         self.nvme_reserved += need - extent.nvme_bytes
         extent.nvme_bytes = need
         ledger.hold(extent, _WRITE_HOLD, extent.num_blocks)
@@ -295,6 +302,7 @@ class Cascade:
             return
         ledger = self._ledger
         self._writes_in_flight -= 1
+        del self._file_owners[extent.key]
         written = self._written_bytes.pop(extent, 0)
         reason = self._failed_writes.pop(extent, None)
         self._book_file(extent, extent.nvme_bytes if reason is not None else written)
@@ -460,6 +468,7 @@ class Cascade:
         self._issue_removes(extent)
 
     def _issue_removes(self, extent: Extent) -> None:
+        self._file_owners[extent.key] = extent
         self.removing_bytes += extent.nvme_bytes
         extent.condemned = extent.is_stray = False
         for rank in range(self._ledger.group_of(extent).ranks):
@@ -482,6 +491,7 @@ class Cascade:
         extent.end_op(report.op)
         if extent.ops or any(entry[1] is extent for entry in self._retries):
             return
+        del self._file_owners[extent.key]
         self.removing_bytes -= extent.nvme_bytes
         self.nvme_used -= extent.nvme_bytes
         self._ledger.group_of(extent).nvme_bytes -= extent.nvme_bytes
@@ -645,6 +655,7 @@ class Cascade:
             extent.ops = ()
             self._failed_writes.pop(extent, None)
             self._written_bytes.pop(extent, None)
+            del self._file_owners[extent.key]
             extent.move(NvmeEvent.WORKER_DIED)  # its bytes stay reserved: there may be a file
             ledger.unhold(extent, _WRITE_HOLD)
             extent.is_stray = True
@@ -718,6 +729,9 @@ class Cascade:
         used = sum(e.nvme_bytes for e in known if e.nvme in (NvmeState.PRESENT, NvmeState.REMOVING))
         reserved = sum(e.nvme_bytes for e in known if e.nvme in (NvmeState.WRITING, NvmeState.QUEUED))
         removing = sum(e.nvme_bytes for e in known if e.nvme is NvmeState.REMOVING)
+        owners = {e.key: e for e in known if e.nvme in (NvmeState.WRITING, NvmeState.REMOVING)}
+        if self._file_owners != owners:
+            raise BrokenInvariant(f"files being written or removed: {self._file_owners} counted, {owners} there")
         counted = (self.nvme_used, self.nvme_reserved, self.removing_bytes)
         if counted != (used, reserved, removing):
             raise BrokenInvariant(f"NVMe used, reserved, removing: {counted} counted, {used, reserved, removing} there")
