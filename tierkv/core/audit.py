@@ -148,5 +148,6 @@ def _check_grants(ledger: Ledger) -> None:
         for who in extent.holds:
             is_known = not isinstance(who, bytes) or who in ledger.leases or who in ledger.tickets
             _require(is_known, f"held by a grant that is over: {extent!r}")
-    for (key, rank), grant in ledger.writing.items():
-        _require(grant in ledger.tickets, f"rank {rank} of {key[:4].hex()} is being written by nobody")
+    for rank, writing in ledger.writing.items():
+        for key, grant in writing.items():
+            _require(grant in ledger.tickets, f"rank {rank} of {key[:4].hex()} is being written by nobody")

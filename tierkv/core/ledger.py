@@ -97,7 +97,7 @@ class Ledger:
         self.tickets: dict[bytes, TicketState] = {}
         self.leases: dict[bytes, LeaseState] = {}
         self.ended = EndedGrants()
-        self.writing: dict[tuple[bytes, int], bytes] = {}  # (block key, rank) -> grant of the ticket
+        self.writing: dict[int, dict[bytes, bytes]] = {}  # rank -> block key -> grant of the ticket
         self.staged: dict[bytes, StagedBlock] = {}
         self.staged_children: dict[bytes, list[bytes]] = {}
         self.unsealed: dict[Extent, None] = {}

@@ -96,7 +96,9 @@ class Publisher:
         """The whole ticket, cut where the blocks it was granted are not neighbours."""
         blocks = ticket.blocks
         step = self._ledger.groups[ticket.group].block_tokens * TOKEN_BYTES
-        borders = [0, *(at for at, (one, two) in enumerate(pairwise(blocks), 1) if two != one + 1), len(blocks)]
+        borders = [0, len(blocks)]
+        if blocks[-1] - blocks[0] + 1 != len(blocks):
+            borders[1:1] = [at for at, (one, two) in enumerate(pairwise(blocks), 1) if two != one + 1]
         for start, stop in pairwise(borders):
             index = blocks[start]
             token = (index - ticket.first) * step

@@ -78,12 +78,13 @@ class SlabPool:
 
     def release(self, slots: list[int]) -> None:
         """Give memory up. The generation moves first, so that whoever still reads can tell."""
+        generations, page_bytes = self._generations, self.page_bytes
         for base, inside in self._by_slab(slots):
             slab = self._slabs.get(base)
             if slab is None or not slab.used.issuperset(inside) or len(set(inside)) < len(inside):
                 raise BrokenInvariant(f"among slots {inside} is one that is freed twice")
             for slot in inside:
-                self._generations[slot // self.page_bytes] += 1
+                generations[slot // page_bytes] += 1
             slab.used.difference_update(inside)
             was_full = not slab.free
             if len(inside) == 1:

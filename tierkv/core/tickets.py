@@ -106,7 +106,7 @@ class Tickets:
         ledger.tickets[grant] = ticket
         ledger.counts.tickets += 1
         ledger.sessions[holder].held_bytes += len(offsets) * shape.slot_bytes
-        ledger.writing.update(zip(zip(ticket.block_keys, repeat(rank)), repeat(grant)))
+        ledger.writing.setdefault(rank, {}).update(zip(ticket.block_keys, repeat(grant)))
         return answer
 
     def commit(self, grant: bytes, now: float) -> Committed | Refused:
@@ -156,8 +156,8 @@ class Tickets:
         behind = split_keys(keys, visible)
         if ledger.tree.knows_none(behind):  # as nearly always; a few calls tell, however long the prompt is
             asked = behind[max(0, first - visible) :]
-            writing = zip(asked, repeat(rank))
-            if ledger.staged.keys().isdisjoint(asked) and ledger.writing.keys().isdisjoint(writing):
+            writing = ledger.writing.get(rank, {})
+            if ledger.staged.keys().isdisjoint(asked) and writing.keys().isdisjoint(asked):
                 begin = num_blocks - len(asked)
                 states = bytearray([PRESENT]) * (begin - first) + bytearray([GRANTED]) * len(asked)
                 return states, list(range(begin, num_blocks)), asked
@@ -169,13 +169,14 @@ class Tickets:
         ledger = self._ledger
         places = ledger.tree.places(group, keys)
         states = bytearray()
+        writing = ledger.writing.get(rank, {})
         missing = []
         missing_keys = []
         for index, key in enumerate(split_keys(keys, first), first):
             staged = ledger.staged.get(key)
             if places[index] is not None or (staged is not None and rank in staged.slots):
                 states.append(PRESENT)
-            elif (key, rank) in ledger.writing:
+            elif key in writing:
                 states.append(PENDING)
             else:
                 states.append(GRANTED)
@@ -187,8 +188,11 @@ class Tickets:
         """Take a ticket off the books, all but its slots."""
         ledger = self._ledger
         del ledger.tickets[ticket.grant]
+        writing = ledger.writing[ticket.rank]
         for key in ticket.block_keys:
-            del ledger.writing[key, ticket.rank]
+            del writing[key]
+        if not writing:
+            del ledger.writing[ticket.rank]
         holder = ledger.sessions.get(ticket.holder)
         if holder is not None:
             holder.held_bytes -= len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes
