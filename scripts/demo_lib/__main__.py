@@ -56,7 +56,8 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> int:
     node = Node(folder / "data", folder, host_bytes=HOST_BYTES)
     engine = EngineProcess(options.model, folder / "data", dtypes, folder)
     with node, engine:
-        story = Story(node, engine, dtypes, pairs=1 if options.quick else 3, new_tokens=NEW_TOKENS, tell=tell)
+        turns = 1 if options.quick else 3
+        story = Story(node, engine, dtypes, rounds=turns, pairs=turns, new_tokens=NEW_TOKENS, tell=tell)
         story.run(code_tokens=2_000 if options.quick else 6_000)
     print_report(console, story.steps, story.overheads, story.notes, new_tokens=NEW_TOKENS)
     if options.json:

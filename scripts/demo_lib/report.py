@@ -20,7 +20,7 @@ MARKS = {ONE_SHOT: "¹", SPLIT: "²"}
 def table_of(steps: list[Step], *, new_tokens: int) -> Table:
     table = Table(title="The same requests, before and after everything was killed", title_justify="left")
     table.add_column("request")
-    for heading in ("prompt\ntokens", "first token\nseconds", "times\nfaster"):
+    for heading in ("prompt\ntokens", "first token\nseconds", "of\nruns", "times\nfaster"):
         table.add_column(heading, justify="right")
     for heading in ("tokens reused\nhost + NVMe", "loaded\nMB", "stored\nMB"):
         table.add_column(heading, justify="right")
@@ -33,6 +33,7 @@ def table_of(steps: list[Step], *, new_tokens: int) -> Table:
                 f"{prompt}, {SHORT_NAMES[dtype]}: {step.name}" if index == 0 else f"  {step.name}",
                 f"{step.prompt_tokens:,}",
                 f"{step.first_token_seconds:.2f}",
+                str(step.runs),
                 f"{step.cold_seconds / step.first_token_seconds:.1f}" if step.reused_tokens else "",
                 f"{step.host_tokens:,} + {step.nvme_tokens:,}" if step.reused_tokens else "",
                 _megabytes(step.loaded_bytes),
@@ -52,7 +53,7 @@ def print_report(
         "² as the library alone, computing the prompt in two passes, split where the reuse ends, when it was stored:\n"
         "  in bf16 one pass and two round differently, and may choose other words although all bytes are equal"
     )
-    console.print("Loading the model is not counted. One thread (OMP_NUM_THREADS=1).\n")
+    console.print("Times are medians; loading the model is not counted. One thread (OMP_NUM_THREADS=1).\n")
     for overhead in overheads:
         console.print(_overhead_line(overhead))
     for note in notes:
