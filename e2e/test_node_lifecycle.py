@@ -230,6 +230,10 @@ def test_of_many_first_starts_at_once_exactly_one_lives(tmp_path: Path) -> None:
             assert status.workers[0].pid == winner.pid
             winner.send_signal(signal.SIGTERM)
             assert winner.wait(20) == 0
+        except AssertionError as error:
+            for number in range(8):
+                error.add_note((tmp_path / f"{number}.log").read_text()[-1_000:])
+            raise
         finally:
             for one in starts:
                 one.kill()
