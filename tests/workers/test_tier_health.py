@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tierkv.core.instructions import Report, TierHealth
+from tests.storage.samples import Sample
+from tierkv.core.instructions import OpenNamespace, Report, TierHealth
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import DataDirectory, Space
+from tierkv.storage.namespace import write_namespace
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure
 from tierkv.workers.tier_gate import TierGate
-from tierkv.workers.tier_health import HealthWatch, probe
+from tierkv.workers.tier_health import GROWTH_BYTES, HealthWatch, described_bytes, probe
 
 
 class Watched:
@@ -60,6 +62,19 @@ def test_a_tier_in_order_is_writable_and_says_what_lies_beside_the_extents(
     (directory.path / "tmp" / "foreign").write_bytes(bytes(100_000))
     after = watched.look()
     assert after.overhead_bytes >= before.overhead_bytes + 100_000
+
+
+def test_room_is_kept_for_what_grows_between_two_looks(watched: Watched) -> None:
+    health = watched.look()
+    assert health.overhead_bytes >= health.index_bytes + 2 * 4096 + GROWTH_BYTES
+
+
+def test_the_files_that_describe_a_group_are_counted(directory: DataDirectory) -> None:
+    sample = Sample()
+    before = described_bytes(directory)
+    write_namespace(directory, OpenNamespace(group=sample.group, identity=sample.identity))
+    on_disk = sum(path.stat().st_blocks * 512 for path in (directory.path / "models").rglob("*.json"))
+    assert described_bytes(directory) - before == on_disk == 2 * 4096
 
 
 def test_what_is_being_written_is_not_counted_twice(watched: Watched, directory: DataDirectory) -> None:

@@ -156,7 +156,7 @@ METRICS: tuple[Declared, ...] = (
         _by_tier(lambda t: t.reserved_bytes),
     ),
     Declared(
-        "overhead_bytes", "gauge", "bytes", ("tier",), "Index, quarantine, temporary files, and what slabs round up.",
+        "overhead_bytes", "gauge", "bytes", ("tier",), "Index, quarantine, small files, and room for their growth.",
         _by_tier(lambda t: t.overhead_bytes),
     ),
     Declared(

@@ -17,6 +17,7 @@ from tierkv.storage.names import DIGESTS, TEMP, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
+from tierkv.storage.walk import Strays, find_groups
 from tierkv.workers.lifeline import OnDeath, end_process, start_thread
 from tierkv.workers.tier_gate import Closed, TierGate
 
@@ -24,6 +25,13 @@ log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 1.0
 PRUNE_PERIODS = 60  # quarantine is bounded in age too, so somebody must look
+
+GROWTH_BYTES = 128 * 1024
+"""Room that is kept beside what is there, with an eighth of the index: it, and the files that describe a new group,
+grow between two looks, and the tier must not be over its capacity meanwhile."""
+
+_PAGES_OF_ROOT = 2  # FORMAT and LOCK
+_PAGES_OF_GROUP = 2  # identity.json, and at most one model.json
 
 
 class HealthWatch:
@@ -51,6 +59,7 @@ class HealthWatch:
         self._on_death = on_death
         self._was_closed: Closed | None = None
         self._periods = 0
+        self._described_bytes = described_bytes(directory)
         self._probe_at: float | None = None
         self._wake = threading.Event()
         self._is_closed = False
@@ -89,9 +98,10 @@ class HealthWatch:
         usage = self._quarantine.usage()
         index_bytes = self._catalog.file_bytes()
         beside = max(0, self._folder_bytes((TEMP,)) - self._gate.writing_bytes) + self._folder_bytes((DIGESTS,))
+        growth = GROWTH_BYTES + index_bytes // 8
         health = TierHealth(
             writable=closed is None,
-            overhead_bytes=index_bytes + usage.num_bytes + beside,
+            overhead_bytes=index_bytes + usage.num_bytes + beside + self._described_bytes + growth,
             free_bytes=free_bytes,
             reason=None if closed is None else closed.reason,
             problem="" if closed is None else closed.problem,
@@ -134,6 +144,7 @@ class HealthWatch:
     def _prune(self) -> None:
         self._periods += 1
         if self._periods % PRUNE_PERIODS == 0:
+            self._described_bytes = described_bytes(self._directory)
             try:
                 self._quarantine.prune(self._now())
             except StorageError as error:
@@ -153,6 +164,12 @@ class HealthWatch:
         elif closed is None and self._was_closed is not None:
             log.info("the NVMe tier is written to again")
         self._was_closed = closed
+
+
+def described_bytes(directory: DataDirectory) -> int:
+    """What the small files take that say what the directory and each group is."""
+    groups = sum(1 for _ in find_groups(directory, Strays()))
+    return (_PAGES_OF_ROOT + _PAGES_OF_GROUP * groups) * PAGE_BYTES
 
 
 def probe(directory: DataDirectory) -> Failure | None:

@@ -1,0 +1,110 @@
+"""Every limit that an operator can set is kept while more is stored than it allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from e2e.harness import Node, StampedEngine, wait_until
+from e2e.stamped import BLOCK_BYTES, tokens_of
+from tierkv.client import connect_operator
+from tierkv.config import KiB, MiB, Settings
+from tierkv.core.reasons import Reason
+from tierkv.wire.messages import TierUsage
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPTS, BLOCKS = 60, 8  # 7.5 MiB in extents of 128 KiB
+
+CAPS = {"host_bytes", "nvme_bytes", "session_bytes", "quarantine_bytes"}
+OTHER_SIZES = {"nvme_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_bytes"}
+
+
+def test_every_size_among_the_settings_is_a_cap_that_is_tried_here_or_none() -> None:
+    assert {name for name in Settings.model_fields if name.endswith("_bytes")} == CAPS | OTHER_SIZES
+
+
+def usage(node: Node, tier: str) -> TierUsage:
+    with connect_operator(node.endpoint) as operator:
+        return next(found for found in operator.usage().tiers if found.tier == tier)
+
+
+def taken(tier: TierUsage) -> int:
+    return tier.used_bytes + tier.reserved_bytes + tier.overhead_bytes
+
+
+def on_disk(node: Node) -> int:
+    """Bytes of the files in the data directory, as the disk counts them, at one instant: nothing moves meanwhile."""
+    assert node.data_dir is not None
+    with node.paused("storage") as pid:
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the worker stands still")
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk(node.data_dir) for name in names]
+        return sum(os.stat(path, follow_symlinks=False).st_blocks * 512 for path in paths)
+
+
+def overfill(engine: StampedEngine) -> None:
+    for prompt in range(PROMPTS):
+        engine.store(prompt, BLOCKS)
+        engine.seal(prompt, BLOCKS)
+
+
+def test_host_memory(tmp_path: Path) -> None:
+    with Node(tmp_path, host_bytes="2MiB", slab_bytes="512KiB") as node:
+        node.start()
+        with StampedEngine(node.endpoint) as engine:
+            overfill(engine)
+            host = usage(node, "host")
+            assert host.capacity_bytes == 2 * MiB
+            assert 0 < taken(host) <= 2 * MiB
+            assert engine.match(PROMPTS - 1, BLOCKS) == BLOCKS
+
+
+def test_room_on_disk(tmp_path: Path) -> None:
+    with Node(tmp_path, nvme_bytes="2MiB") as node:
+        node.start()
+        assert node.data_dir is not None
+        seen = []
+        with StampedEngine(node.endpoint) as engine:
+            for prompt in range(PROMPTS):
+                engine.store(prompt, BLOCKS)
+                engine.seal(prompt, BLOCKS, flushed=prompt % 3 == 0)  # the others are being written while we look
+                seen.append(on_disk(node))
+            nvme = usage(node, "nvme")
+            assert 0 < taken(nvme) <= nvme.capacity_bytes <= 2 * MiB
+        assert 1 * MiB < max(seen) <= 2 * MiB
+        assert len(list((node.data_dir / "models").rglob("*.kv"))) > 4
+
+
+def test_what_one_session_holds(tmp_path: Path) -> None:
+    cap_blocks = 10
+    with Node(tmp_path, session_bytes=str(cap_blocks * BLOCK_BYTES)) as node:
+        node.start()
+        with StampedEngine(node.endpoint) as engine, StampedEngine(node.endpoint) as other:
+            with engine.group.reserve(tokens_of(1, 16)) as ticket:
+                assert len(ticket.granted) <= cap_blocks
+                assert ticket.reason is Reason.SESSION_CAP
+                assert usage(node, "host").reserved_bytes <= cap_blocks * BLOCK_BYTES
+                with other.group.reserve(tokens_of(2, 8)) as others:
+                    assert len(others.granted) == 8
+            assert engine.store(3, 8) == 8
+
+
+def test_quarantine(tmp_path: Path) -> None:
+    with Node(tmp_path, quarantine_bytes="300KiB") as node:
+        node.start()
+        assert node.data_dir is not None
+        with StampedEngine(node.endpoint) as engine:
+            for prompt in range(6):
+                engine.store_flushed(prompt, BLOCKS)
+        for path in (node.data_dir / "models").rglob("*.kv"):
+            raw = bytearray(path.read_bytes())
+            raw[-1] ^= 1
+            path.write_bytes(raw)
+        with connect_operator(node.endpoint) as operator:
+            *_, last = operator.verify(repair=True)
+        assert last.set_aside_files == 6
+        kept = [path.stat().st_blocks * 512 for path in (node.data_dir / "quarantine").iterdir()]
+        assert 0 < sum(kept) <= 300 * KiB
