@@ -1,0 +1,1094 @@
+"""CacheState at random beside an obvious model: dictionaries of who may write, who may read, and what was promised.
+
+Engines write owner stamps into the slots of their tickets and read the slots of their leases, whenever they like until
+they say that they have ended. The storage worker does, fails, delays and forgets what it was told. Front and worker
+die. Whatever happens, a leased block must carry its own stamp, and what was reported flushed must be found again.
+
+HYPOTHESIS_PROFILE=long runs it for long, at random; by default a bounded, repeatable number of examples.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.core.simulation import (
+    KEY_BYTES,
+    PAGE,
+    Arena,
+    Disk,
+    FileName,
+    Prompt,
+    Stamp,
+    Worker,
+    make_group,
+    split,
+    stamps,
+)
+from tierkv.core.grants import (
+    GRANTED,
+    NO_ROOM,
+    PENDING,
+    PRESENT,
+    Committed,
+    Dropped,
+    Evicted,
+    Lease,
+    LeaseReady,
+    Refused,
+    Reservation,
+    SealAnswer,
+    SealReady,
+    Waiting,
+)
+from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, TierHealth, Write
+from tierkv.core.reasons import Reason
+from tierkv.core.residency import NvmeState
+from tierkv.core.state import CacheState, Limits
+
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining takes minutes here
+settings.register_profile(
+    "ci",
+    phases=PHASES,
+    max_examples=100,
+    stateful_step_count=60,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+settings.register_profile(
+    "long",
+    phases=PHASES,
+    max_examples=20_000,
+    stateful_step_count=120,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+MAX_BLOCKS = 5
+# Prompts with a common beginning that branch after each block: a digit is a block.
+BRANCHES = ["00000", "00001", "00010", "00100", "01000", "10000"]
+SEAL_AFTER = 5.0
+STAGED_SECONDS = 40.0
+WRITE_FAILURES = [Reason.IO_ERROR, Reason.DISK_FULL, Reason.READ_ONLY]
+
+
+# ---- what the model remembers
+
+
+@dataclass(eq=False)
+class Ticket:
+    grant: bytes
+    holder: bytes
+    prompt: Prompt
+    rank: int
+    first: int
+    answer: Reservation
+    arena: Arena
+    arguments: dict[str, object]
+
+    @property
+    def granted(self) -> list[int]:
+        return [self.first + at for at, state in enumerate(self.answer.states) if state == GRANTED]
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [self.prompt.key(index) for index in self.granted]
+
+    def fill(self) -> None:
+        self.arena.write(self.answer.offsets, [(key, self.rank) for key in self.keys])
+
+    def scribble(self) -> None:
+        self.arena.write(self.answer.offsets, [("half written", self.grant)] * len(self.answer.offsets))
+
+
+@dataclass(eq=False)
+class Holding:
+    """A lease as its engine sees it: parts not yet released."""
+
+    grant: bytes
+    prompt: Prompt
+    holders: dict[int, bytes]
+    revocable: bool
+    deadline: float
+    session: bytes
+    arena: Arena
+    arguments: dict[str, object]
+    answer: Lease | None = None
+    since: float = 0.0
+
+    def live_parts(self) -> Iterator[tuple[list[int], list[int], list[Stamp]]]:
+        if self.answer is not None:
+            for part in self.answer.parts:
+                if part.rank in self.holders:
+                    yield part.offsets, part.generations, stamps(self.prompt.keys, part.rank)[: self.answer.blocks]
+
+
+@dataclass
+class Promised:
+    """A prefix that was reported flushed."""
+
+    prompt: Prompt
+    blocks: int
+
+    def end_before(self, keys: set[bytes]) -> None:
+        self.blocks = next((index for index in range(self.blocks) if self.prompt.key(index) in keys), self.blocks)
+
+
+@dataclass
+class Incarnation:
+    """What dies with a front."""
+
+    arena: Arena
+    generations: list[int]
+    tickets: dict[bytes, Ticket] = field(default_factory=dict)
+    holdings: dict[bytes, Holding] = field(default_factory=dict)
+    sessions: list[bytes] = field(default_factory=list)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1_000.0
+        self.numbers = 0
+        self.disk = Disk()
+        self.prompts: list[Prompt] = []
+        self.recent: list[Prompt] = []
+
+    # ---- the world's shape
+
+    @initialize(
+        draw=st.data(),
+        host_slots=st.sampled_from([4, 2, 3, 6]),
+        slab_slots=st.integers(1, 2),
+        extent_blocks=st.sampled_from([2, 3, 1]),
+        nvme_extents=st.sampled_from([3, 2, 4, 1, 8, 0]),
+        block_tokens=st.integers(1, 2),
+        ranks=st.integers(1, 2),
+        second_group=st.sampled_from([None, None, "salted", "wide", "fleeting"]),
+        session_slots=st.sampled_from([2, 100, 100]),
+        inflight=st.integers(1, 2),
+    )
+    def begin(
+        self,
+        draw: st.DataObject,
+        host_slots: int,
+        slab_slots: int,
+        extent_blocks: int,
+        nvme_extents: int,
+        block_tokens: int,
+        ranks: int,
+        second_group: str | None,
+        session_slots: int,
+        inflight: int,
+    ) -> None:
+        self.ranks = ranks
+        self.groups = [make_group(block_tokens=block_tokens, ranks=ranks)]
+        slot_bytes = PAGE
+        if second_group == "salted":
+            self.groups.append(make_group(salt="other", block_tokens=block_tokens, ranks=ranks))
+        elif second_group == "wide":
+            self.groups.append(make_group(block_bytes=PAGE + 1, block_tokens=block_tokens))
+            slot_bytes = 2 * PAGE
+        elif second_group == "fleeting":
+            self.groups.append(make_group(salt="fleeting", block_tokens=block_tokens, persistent=False))
+        self.host_bytes = host_slots * ranks * slot_bytes
+        self.limits = Limits(
+            host_bytes=self.host_bytes,
+            slab_bytes=slab_slots * slot_bytes,
+            extent_bytes=extent_blocks * slot_bytes,
+            nvme_bytes=nvme_extents * ranks * (2 * PAGE + extent_blocks * slot_bytes),
+            seal_after_seconds=SEAL_AFTER,
+            session_bytes=session_slots * slot_bytes,
+            inflight_writes=inflight,
+            inflight_reads=inflight,
+            page_bytes=PAGE,
+            staged_seconds=STAGED_SECONDS,
+        )
+        self.prompts = [
+            Prompt(spec, tuple(int(choice) for choice in choices for _ in range(block_tokens)))
+            for spec in self.groups
+            for choices in BRANCHES
+        ]
+        self.overhead = 0
+        self.real_bytes = 0
+        self.promised: list[Promised] = []
+        self.old: list[Incarnation] = []
+        self.start_front()
+        for _ in range(draw.draw(st.integers(0, 3))):
+            self._store(draw, draw.draw(st.sampled_from(["", "seal", "flush"])))
+
+    def start_front(self) -> None:
+        self.here = Incarnation(Arena(), [0] * (self.host_bytes // PAGE))
+        self.state = CacheState(self.limits, self.here.generations)
+        self.worker = Worker(self.here.arena, self.disk)
+        self.is_worker_up = False
+        self.nvme_limit = self.limits.nvme_bytes
+        self.ended: dict[bytes, str] = {}
+        self.cancelled: set[bytes] = set()
+        self.waiting_seals: dict[int, tuple[Prompt, float]] = {}
+        self.warmups: list[bytes] = []
+        self.committed: dict[tuple[bytes, int], set[bytes]] = {}
+        self.lost_with_notice: set[bytes] = set()
+        for _ in range(2):
+            self.join()
+        if self.limits.nvme_bytes:
+            self.start_worker()
+        for spec in self.groups:
+            self.disk.specs[spec.group] = spec
+            self.absorb(self.state.open_group(spec, self.now))
+            for session in self.here.sessions:
+                self.state.session_opens(session, spec.group)
+        self.limit_host()
+
+    def recover(self, order: list[FileName] | None = None) -> None:
+        for spec in self.groups:
+            for rank in range(spec.identity.parallel.shards):
+                self.committed[spec.group, rank] = self.disk.keys_of(spec.group, rank)
+        self.absorb(self.state.report(TierHealth(True, self.overhead, free_bytes=1 << 30), self.now))
+        for report in self.disk.recovery(order):
+            self.absorb(self.state.report(report, self.now))
+
+    def limit_host(self) -> None:
+        """The old arenas count until nobody can touch them."""
+        reserved = min(self.host_bytes, len(self.old) * self.host_bytes // 2)
+        self.absorb(self.state.host_limit(self.host_bytes - reserved, self.now))
+
+    # ---- small things
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def name(self, kind: str) -> bytes:
+        return f"{kind} {self.number()}".encode().ljust(16)
+
+    def join(self) -> None:
+        session = self.name("session")
+        self.state.open_session(session, self.now)
+        for spec in self.groups:
+            self.state.session_opens(session, spec.group)
+        self.here.sessions.append(session)
+
+    def prompt(self, draw: st.DataObject) -> Prompt:
+        """Any prompt, or one of the last that were stored."""
+        whole = draw.draw(st.sampled_from(self.recent * len(self.prompts) + self.prompts))
+        blocks = draw.draw(st.sampled_from([MAX_BLOCKS, MAX_BLOCKS, MAX_BLOCKS, 3, 2, 1, 0]))
+        return whole.first(blocks)
+
+    def absorb(self, effects: list[object]) -> None:
+        for effect in effects:
+            if isinstance(effect, LeaseReady):
+                self.lease_ready(effect)
+            elif isinstance(effect, SealReady):
+                self.seal_ready(effect.seal_id, effect.answer)
+            elif isinstance(effect, Evicted):
+                assert effect.to in ("nvme", "host", "dropped")
+                assert effect.blocks > 0
+                if effect.tier == "nvme":
+                    self.take_back(effect.group, effect.key)  # while the worker is away, nothing else tells of it
+            elif not isinstance(effect, Dropped):
+                self.instruct(effect)
+
+    def instruct(self, instruction: object) -> None:
+        assert self.is_worker_up, f"nobody is there to take {instruction}"
+        if isinstance(instruction, Read):
+            taken = self.slots_of_engines() | self.worker.slots_in_use()
+            assert not taken & set(instruction.slots), "a read would overwrite a slot that somebody uses"
+        if isinstance(instruction, Write):
+            content = self.here.arena.read(instruction.slots)
+            assert content == stamps(instruction.keys, instruction.rank), f"a write of foreign blocks: {content}"
+        if isinstance(instruction, (Remove, SetAside)):
+            self.take_back(instruction.group, instruction.key)
+        self.worker.take(instruction)
+
+    def take_back(self, group: bytes, head: bytes) -> None:
+        """The file of an extent goes, knowingly: its blocks are promised no more."""
+        for rank in range(self.ranks):
+            file = self.disk.files.get((group, rank, head))
+            for promise in self.promised if file is not None else []:
+                promise.end_before(set(split(file.keys)))
+
+    def slots_of_engines(self) -> set[int]:
+        tickets = {offset for ticket in self.here.tickets.values() for offset in ticket.answer.offsets}
+        leases = {
+            offset
+            for holding in self.here.holdings.values()
+            if not holding.revocable
+            for offsets, _, _ in holding.live_parts()
+            for offset in offsets
+        }
+        return tickets | leases
+
+    # ---- engines store
+
+    def _store(self, draw: st.DataObject, then: str) -> None:
+        """What engines do most of the time: each rank reserves what is missing of a prompt, writes, commits."""
+        prompt = draw.draw(st.sampled_from(self.prompts)).first(draw.draw(st.sampled_from([2, 3, 1, 4, 5])))
+        self.recent = [prompt, *self.recent][:4]
+        for rank in draw.draw(st.permutations(range(prompt.spec.identity.parallel.shards))):
+            session = draw.draw(st.sampled_from(self.here.sessions))
+            ticket = self.do_reserve(prompt, rank, 0, grant=self.name("ticket"), session=session, holder=session)
+            if ticket is not None:
+                self.do_commit(ticket)
+        if then:
+            self.do_seal(prompt, waits=then == "flush", seconds=30.0)
+        if draw.draw(st.booleans()):
+            self.work_until_quiet()
+
+    # Rules are drawn evenly: what engines do most has several.
+    store = rule(draw=st.data(), then=st.sampled_from(["", "seal"]))(_store)
+    store_more = rule(draw=st.data(), then=st.sampled_from(["", "flush"]))(_store)
+    store_and_go_on = rule(draw=st.data(), then=st.just(""))(_store)
+
+    @rule(draw=st.data(), is_reply_lost=st.booleans(), first=st.sampled_from([0, 0, 0, 1, 2, MAX_BLOCKS]))
+    def reserve(self, draw: st.DataObject, is_reply_lost: bool, first: int) -> None:
+        prompt = self.prompt(draw)
+        rank = draw.draw(st.integers(0, prompt.spec.identity.parallel.shards - 1))
+        first = min(first, prompt.blocks)
+        self.do_reserve(
+            prompt,
+            rank,
+            first,
+            grant=self.name("ticket"),
+            session=draw.draw(st.sampled_from(self.here.sessions)),
+            holder=draw.draw(st.sampled_from(self.here.sessions)),
+            is_reply_lost=is_reply_lost,
+        )
+
+    def do_reserve(
+        self,
+        prompt: Prompt,
+        rank: int,
+        first: int,
+        *,
+        grant: bytes,
+        session: bytes,
+        holder: bytes,
+        is_reply_lost: bool = False,
+    ) -> Ticket | None:
+        arguments = {
+            "grant": grant,
+            "session": session,
+            "holder": holder,
+            "group": prompt.group,
+            "rank": rank,
+            "keys": prompt.keys,
+            "first": first,
+            "tokens": prompt.tokens_from(first),
+        }
+        taken = self.slots_of_engines() | self.worker.slots_in_use()
+        visible = split(prompt.keys)[: self.state.match(prompt.group, prompt.keys).blocks]
+        answer, effects = self.state.reserve(**arguments, now=self.now)
+        self.absorb(effects)
+        if is_reply_lost:
+            again, effects = self.state.reserve(**arguments, now=self.now)
+            self.absorb(effects)
+            if isinstance(answer, Reservation) and not answer.offsets:
+                answer = again  # with nothing granted there is no ticket; it is simply asked again
+            assert again == answer
+        if isinstance(answer, Refused):
+            assert grant in self.ended
+            return None
+        ticket = Ticket(grant, holder, prompt, rank, first, answer, self.here.arena, arguments)
+        self.check_reservation(ticket)
+        assert not set(ticket.keys) & set(visible), "asked to store again what can be matched"
+        assert not taken & set(answer.offsets), "slots were handed out that somebody still uses"
+        if not answer.offsets:
+            return None
+        self.here.tickets[grant] = ticket
+        ticket.scribble()
+        return ticket
+
+    def check_reservation(self, ticket: Ticket) -> None:
+        answer, rank = ticket.answer, ticket.rank
+        assert len(answer.states) == ticket.prompt.blocks - ticket.first
+        assert len(answer.offsets) == len(answer.generations) == answer.states.count(GRANTED)
+        assert len(set(answer.offsets)) == len(answer.offsets)
+        pending = {key for other in self.here.tickets.values() if other.rank == rank for key in other.keys}
+        committed = self.committed.get((ticket.prompt.group, rank), set())
+        for at, state in enumerate(answer.states):
+            key = ticket.prompt.key(ticket.first + at)
+            if state == GRANTED:
+                assert key not in pending
+            elif state == PENDING:
+                assert key in pending
+            elif state == PRESENT:
+                assert key in committed
+            else:
+                assert state == NO_ROOM
+                assert answer.reason is not None
+        assert [self.here.generations[offset // PAGE] for offset in answer.offsets] == answer.generations
+
+    @precondition(lambda self: self.here.tickets)
+    @rule(
+        draw=st.data(),
+        how=st.sampled_from(["commit", "commit twice", "abort", "abort twice", "write", "ask again"]),
+    )
+    def go_on_with_a_ticket(self, draw: st.DataObject, how: str) -> None:
+        ticket = draw.draw(st.sampled_from(list(self.here.tickets.values())))
+        if how == "write":
+            draw.draw(st.sampled_from([ticket.fill, ticket.scribble]))()
+        elif how == "ask again":
+            assert self.state.reserve(**ticket.arguments, now=self.now) == (ticket.answer, [])
+        elif how.startswith("commit"):
+            self.do_commit(ticket, twice=how.endswith("twice"))
+        else:
+            del self.here.tickets[ticket.grant]
+            self.ended[ticket.grant] = "aborted"
+            for _ in range(2 if how.endswith("twice") else 1):
+                self.absorb(self.state.abort(ticket.grant, self.now))
+
+    def do_commit(self, ticket: Ticket, *, twice: bool = False) -> None:
+        ticket.fill()
+        self.here.tickets.pop(ticket.grant, None)
+        self.ended[ticket.grant] = "committed"
+        self.committed.setdefault((ticket.prompt.group, ticket.rank), set()).update(ticket.keys)
+        answer, effects = self.state.commit(ticket.grant, self.now)
+        self.absorb(effects)
+        assert isinstance(answer, Committed)
+        assert answer.visible + answer.staged == len(ticket.granted)
+        if twice:
+            again, effects = self.state.commit(ticket.grant, self.now)
+            assert again == answer
+            self.absorb(effects)
+
+    @rule(draw=st.data(), verb=st.sampled_from(["commit", "abort", "release", "reserve", "acquire"]))
+    def come_late(self, draw: st.DataObject, verb: str) -> None:
+        """A verb about a grant that is over, or that was never heard of."""
+        grant = draw.draw(st.sampled_from([*self.ended, b"from another front".ljust(20)[:16]]))
+        counts = (self.state.num_tickets, self.state.num_leases)
+        if verb == "commit":
+            answer, effects = self.state.commit(grant, self.now)
+            assert isinstance(answer, Committed) == (self.ended.get(grant) == "committed")
+        elif verb == "abort":
+            effects = self.state.abort(grant, self.now)
+        elif verb == "release":
+            effects = self.state.release(grant, None, self.now)
+        elif grant not in self.ended:
+            return
+        elif verb == "reserve":
+            prompt = self.prompt(draw)
+            session = self.here.sessions[0]
+            self.do_reserve(prompt, 0, 0, grant=grant, session=session, holder=session)
+            effects = []
+        else:
+            answer, effects = self.ask_for_a_lease(self.prompt(draw), grant=grant, session=self.here.sessions[0])
+            assert isinstance(answer, Refused) or answer.blocks == 0
+        self.absorb(effects)
+        if verb in ("abort", "release"):
+            self.ended.setdefault(grant, "ended early")
+        assert counts == (self.state.num_tickets, self.state.num_leases)
+
+    @rule(draw=st.data(), verb=st.sampled_from(["abort", "release"]))
+    def end_a_grant_before_it_is_asked_for(self, draw: st.DataObject, verb: str) -> None:
+        grant = self.name("early")
+        session = draw.draw(st.sampled_from(self.here.sessions))
+        self.ended[grant] = "ended early"
+        if verb == "abort":
+            self.absorb(self.state.abort(grant, self.now))
+            assert self.do_reserve(self.prompt(draw), 0, 0, grant=grant, session=session, holder=session) is None
+        else:
+            self.absorb(self.state.release(grant, None, self.now))
+            answer, effects = self.ask_for_a_lease(self.prompt(draw), grant=grant, session=session)
+            self.absorb(effects)
+            assert isinstance(answer, Refused) or answer.blocks == 0
+
+    # ---- engines load
+
+    def ask_for_a_lease(self, prompt: Prompt, *, grant: bytes, session: bytes) -> tuple[object, list[object]]:
+        return self.state.acquire(
+            grant=grant,
+            session=session,
+            group=prompt.group,
+            keys=prompt.keys,
+            max_blocks=MAX_BLOCKS,
+            deadline=self.now,
+            now=self.now,
+        )
+
+    @rule(
+        draw=st.data(),
+        wait=st.sampled_from([0.0, 1.0, 20.0]),
+        max_blocks=st.sampled_from([MAX_BLOCKS, MAX_BLOCKS, MAX_BLOCKS, 2, 1, 0]),
+        is_revocable=st.booleans(),
+        is_reply_lost=st.booleans(),
+    )
+    def acquire(
+        self, draw: st.DataObject, wait: float, max_blocks: int, is_revocable: bool, is_reply_lost: bool
+    ) -> None:
+        self.do_acquire(
+            self.prompt(draw),
+            draw,
+            wait=wait,
+            max_blocks=max_blocks,
+            is_revocable=is_revocable,
+            is_reply_lost=is_reply_lost,
+        )
+
+    def do_acquire(
+        self,
+        prompt: Prompt,
+        draw: st.DataObject,
+        *,
+        wait: float,
+        max_blocks: int = MAX_BLOCKS,
+        is_revocable: bool = False,
+        is_reply_lost: bool = False,
+    ) -> None:
+        ranks = range(prompt.spec.identity.parallel.shards)
+        session = draw.draw(st.sampled_from(self.here.sessions))
+        holders = {rank: draw.draw(st.sampled_from(self.here.sessions)) for rank in ranks}
+        arguments = {
+            "grant": self.name("lease"),
+            "session": session,
+            "group": prompt.group,
+            "keys": prompt.keys,
+            "holders": tuple(holders.items()),
+            "max_blocks": max_blocks,
+            "deadline": self.now + wait,
+            "revocable": is_revocable,
+        }
+        matched = self.state.match(prompt.group, prompt.keys)
+        answer, effects = self.state.acquire(**arguments, now=self.now)
+        holding = Holding(
+            grant=arguments["grant"],
+            prompt=prompt,
+            holders=holders,
+            revocable=is_revocable,
+            deadline=self.now + wait,
+            session=session,
+            arena=self.here.arena,
+            arguments=arguments,
+            since=self.now,
+        )
+        self.here.holdings[holding.grant] = holding
+        if isinstance(answer, Lease):
+            assert answer.cached_blocks == matched.blocks
+            assert answer.blocks <= max_blocks
+            assert answer.blocks == min(max_blocks, matched.blocks) or answer.reason is not None
+            self.accept(holding, answer)
+        else:
+            assert isinstance(answer, Waiting)
+            assert wait > 0
+        self.absorb(effects)
+        if is_reply_lost:
+            again, effects = self.state.acquire(**arguments, now=self.now)
+            self.absorb(effects)
+            if isinstance(answer, Lease) and answer.blocks:
+                assert again == answer
+            elif isinstance(answer, Waiting):
+                assert isinstance(again, Waiting) or again == holding.answer or again.blocks == 0
+
+    def accept(self, holding: Holding, answer: Lease) -> None:
+        assert holding.answer is None, "a request was answered twice"
+        assert answer.grant == holding.grant
+        assert answer.nvme_blocks <= answer.blocks <= answer.cached_blocks
+        assert answer.blocks <= holding.arguments["max_blocks"]
+        assert holding.since <= self.now <= max(holding.deadline, self.now)
+        holding.answer = answer
+        if not answer.blocks:
+            del self.here.holdings[holding.grant]
+            self.ended[holding.grant] = "empty"
+            return
+        assert [part.rank for part in answer.parts] == list(dict(holding.arguments["holders"]))
+        for part in answer.parts:
+            assert len(part.offsets) == len(part.generations) == answer.blocks
+
+    def lease_ready(self, notice: LeaseReady) -> None:
+        holding = self.here.holdings.get(notice.grant)
+        if holding is not None:
+            self.accept(holding, notice.lease)
+        else:  # its engine has let go before it was answered
+            self.cancelled.remove(notice.grant)
+            assert notice.lease.blocks == 0
+
+    @precondition(lambda self: self.here.holdings)
+    @rule(draw=st.data(), how=st.sampled_from(["whole", "part", "twice", "ask again"]))
+    def go_on_with_a_lease(self, draw: st.DataObject, how: str) -> None:
+        holding = draw.draw(st.sampled_from(list(self.here.holdings.values())))
+        if how == "ask again":
+            answer, effects = self.state.acquire(**holding.arguments, now=self.now)
+            self.absorb(effects)
+            assert answer == (holding.answer or Waiting()) or self.may_be_revoked(holding)
+            return
+        rank = draw.draw(st.sampled_from(list(holding.holders))) if how == "part" else None
+        self.let_go(holding, rank)
+        for _ in range(2 if how == "twice" else 1):
+            self.absorb(self.state.release(holding.grant, rank, self.now))
+
+    def let_go(self, holding: Holding, rank: int | None) -> None:
+        for ending in list(holding.holders) if rank is None else [rank]:
+            del holding.holders[ending]
+        if not holding.holders:
+            del self.here.holdings[holding.grant]
+            self.ended[holding.grant] = "released"
+            if holding.answer is None:
+                self.cancelled.add(holding.grant)
+
+    def may_be_revoked(self, holding: Holding) -> bool:
+        return holding.revocable and self.now >= holding.since + self.limits.revoke_after_seconds
+
+    # ---- engines end, and say other things
+
+    @rule(draw=st.data(), comes=st.booleans())
+    def a_session_comes_or_ends(self, draw: st.DataObject, comes: bool) -> None:
+        if len(self.here.sessions) < 2 or (comes and len(self.here.sessions) < 4):
+            self.join()
+        else:
+            self.bury(draw.draw(st.sampled_from(self.here.sessions)))
+
+    def bury(self, session: bytes) -> None:
+        self.here.sessions.remove(session)
+        for ticket in [ticket for ticket in self.here.tickets.values() if ticket.holder == session]:
+            del self.here.tickets[ticket.grant]
+            self.ended[ticket.grant] = "session gone"
+        for holding in list(self.here.holdings.values()):
+            if holding.answer is None and holding.session == session:
+                self.let_go(holding, None)
+                continue
+            for rank in [rank for rank, holder in holding.holders.items() if holder == session]:
+                self.let_go(holding, rank)
+        self.absorb(self.state.end_session(session, self.now))
+
+    @rule(draw=st.data(), waits=st.booleans(), seconds=st.sampled_from([0.0, 3.0, 30.0]))
+    def seal(self, draw: st.DataObject, waits: bool, seconds: float) -> None:
+        self.do_seal(self.prompt(draw), waits=waits, seconds=seconds)
+
+    def do_seal(self, prompt: Prompt, *, waits: bool, seconds: float) -> None:
+        seal_id = self.number()
+        matched = self.state.match(prompt.group, prompt.keys).blocks
+        self.waiting_seals[seal_id] = (prompt, self.now + seconds)
+        answer, effects = self.state.seal(
+            seal_id=seal_id,
+            group=prompt.group,
+            keys=prompt.keys,
+            wait_flushed=waits,
+            deadline=self.now + seconds,
+            now=self.now,
+        )
+        if isinstance(answer, SealAnswer):
+            assert answer.blocks == matched
+            self.seal_ready(seal_id, answer)
+        else:
+            assert waits
+            assert seconds > 0
+        self.absorb(effects)
+
+    def seal_ready(self, seal_id: int, answer: SealAnswer) -> None:
+        prompt, _ = self.waiting_seals.pop(seal_id)
+        assert answer.flushed_blocks <= answer.blocks
+        for rank in range(prompt.spec.identity.parallel.shards):
+            flushed = set(split(prompt.keys)[: answer.flushed_blocks])
+            right = self.disk.right_keys(prompt.group, rank) | self.disk.harmed_keys(prompt.group, rank)
+            assert flushed <= right, "reported flushed, and not there"
+        self.promised.append(Promised(prompt, answer.flushed_blocks))
+        self.renege_on_the_harmed()
+
+    def renege_on_the_harmed(self) -> None:
+        """What the disk itself has lost or spoilt is nobody's promise any more."""
+        for promise in self.promised:
+            for rank in range(promise.prompt.spec.identity.parallel.shards):
+                promise.end_before(self.disk.harmed_keys(promise.prompt.group, rank))
+
+    @rule(draw=st.data(), first_bad=st.integers(0, MAX_BLOCKS))
+    def report_bad(self, draw: st.DataObject, first_bad: int) -> None:
+        prompt = self.prompt(draw)
+        before = self.state.match(prompt.group, prompt.keys).blocks
+        bad = set(split(prompt.keys)[first_bad:])
+        for _, _, head in [name for name, file in self.disk.files.items() if bad & set(split(file.keys))]:
+            self.take_back(prompt.group, head)  # a file goes as a whole
+        for promise in self.promised:
+            promise.end_before(bad)
+        self.absorb(self.state.report_bad(prompt.group, prompt.keys, first_bad, self.now))
+        assert self.state.match(prompt.group, prompt.keys).blocks <= min(before, first_bad)
+
+    # ---- time
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, SEAL_AFTER, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        wakeup = self.state.next_wakeup()
+        self.now += seconds
+        if wakeup is not None:
+            self.now = max(self.now - seconds, min(wakeup, self.now))  # the front looks no later than asked
+        self.tick()
+
+    @rule()
+    def much_time_passes(self) -> None:
+        end = self.now + 60.0
+        while self.now < end:
+            self.now = max(self.now, min(self.state.next_wakeup() or end, end))
+            self.tick()
+
+    def tick(self) -> None:
+        self.absorb(self.state.tick(self.now))
+        late = [
+            holding for holding in self.here.holdings.values() if not holding.answer and holding.deadline <= self.now
+        ]
+        assert not late, "a lease was not answered by its deadline"
+        assert all(deadline > self.now for _, deadline in self.waiting_seals.values()), (
+            "a seal was not answered in time"
+        )
+        wakeup = self.state.next_wakeup()
+        assert wakeup is None or wakeup > self.now, "the front would spin"
+
+    # ---- the storage worker and its disk
+
+    @precondition(lambda self: self.worker.waiting)
+    @rule(draw=st.data(), fails=st.sampled_from([False, False, False, True]), leaves=st.booleans())
+    def the_worker_does_something(self, draw: st.DataObject, fails: bool, leaves: bool) -> None:
+        op = draw.draw(st.sampled_from(self.worker.runnable()))
+        reason = draw.draw(st.sampled_from(WRITE_FAILURES)) if fails else None
+        self.worker.run(op, reason, leaves_file=leaves, valid=draw.draw(st.integers(0, 2)))
+
+    @precondition(lambda self: self.worker.unheard)
+    @rule()
+    def the_worker_is_heard(self) -> None:
+        self.absorb(self.state.report(self.worker.deliver(), self.now))
+
+    @precondition(lambda self: self.worker.waiting)
+    @rule(draw=st.data())
+    def the_worker_does_all_it_can(self, draw: st.DataObject) -> None:
+        if self.worker.waiting and draw.draw(st.booleans()):
+            failing = draw.draw(st.sampled_from(self.worker.runnable()))
+            reason = draw.draw(st.sampled_from(WRITE_FAILURES))
+            self.worker.run(failing, reason, leaves_file=draw.draw(st.booleans()))
+        self.worker.run_all()
+        self.hear_all()
+
+    def hear_all(self) -> None:
+        while self.worker.unheard:
+            self.absorb(self.state.report(self.worker.deliver(), self.now))
+
+    def _load(self, draw: st.DataObject) -> None:
+        """A lease that waits for NVMe, a worker that is quick, and no hurry to release."""
+        self.do_acquire(self.prompt(draw), draw, wait=20.0)
+        if draw.draw(st.booleans()):
+            self.work_until_quiet()
+
+    load = rule(draw=st.data())(_load)
+    load_more = rule(draw=st.data())(_load)
+
+    @rule()
+    def a_read_is_half_done(self) -> None:
+        self.worker.scribble()
+
+    @rule(draw=st.data())
+    def something_happens_to_the_machine(self, draw: st.DataObject) -> None:
+        kinds: list[Callable[[st.DataObject], None]] = []
+        if self.is_worker_up:
+            kinds += [self.the_tier_is_looked_at, self.other_data_take_room, *[self.the_worker_dies] * 3]
+        if self.disk.files:
+            kinds += [self.the_disk_is_harmed] * 2 + [self.the_disk_is_scrubbed] * 2
+        if self.old:
+            kinds += [self.the_engines_of_an_old_front_end] * 4 + [self.the_engines_of_an_old_front_go_on]
+        kinds += [self.the_front_restarts, self.the_node_stops] if self.limits.nvme_bytes else [self.the_front_restarts]
+        draw.draw(st.sampled_from(kinds))(draw)
+
+    def the_worker_dies(self, draw: st.DataObject) -> None:
+        done = draw.draw(st.integers(0, 3))
+        self.worker.die(done)
+        self.is_worker_up = False
+        self.absorb(self.state.worker_died(self.now))
+
+    @precondition(lambda self: not self.is_worker_up and self.limits.nvme_bytes)
+    @rule()
+    def the_worker_comes_back(self) -> None:
+        self.start_worker()
+
+    def start_worker(self) -> None:
+        self.is_worker_up = True
+        self.absorb(self.state.worker_started(self.now))
+        if self.state.is_recovering:
+            self.recover()
+            self.real_bytes = self.booked_bytes()
+
+    def the_disk_is_harmed(self, draw: st.DataObject) -> None:
+        name = draw.draw(st.sampled_from(list(self.disk.files)))
+        if draw.draw(st.booleans()):
+            self.disk.lose(name)
+        else:
+            self.disk.damage(name, draw.draw(st.integers(0, len(self.disk.files[name].content) - 1)))
+        self.renege_on_the_harmed()
+
+    def the_tier_is_looked_at(self, draw: st.DataObject) -> None:
+        is_writable = draw.draw(st.sampled_from([True, True, False]))
+        self.overhead = overhead = draw.draw(st.sampled_from([0, 0, PAGE, 4 * PAGE]))
+        reason = None if is_writable else Reason.READ_ONLY
+        self.absorb(self.state.report(TierHealth(is_writable, overhead, free_bytes=1 << 30, reason=reason), self.now))
+
+    def the_disk_is_scrubbed(self, draw: st.DataObject) -> None:
+        """An operator has files verified; one is found bad and set aside."""
+        if not self.is_worker_up:
+            return
+        name = draw.draw(st.sampled_from(list(self.disk.files)))
+        self.disk.lose(name)
+        self.renege_on_the_harmed()
+        self.worker.tell(
+            ScrubProgress(
+                op=0, checked=1, total=1, checked_bytes=1, damaged=[("x", "checksum")], set_aside=[name], finished=True
+            )
+        )
+
+    def other_data_take_room(self, draw: st.DataObject) -> None:
+        self.nvme_limit = draw.draw(st.sampled_from([0, 3 * PAGE, self.limits.nvme_bytes // 2, self.limits.nvme_bytes]))
+        self.absorb(self.state.nvme_limit(self.nvme_limit, self.now))
+
+    # ---- operators
+
+    @rule(draw=st.data(), budget=st.sampled_from([0, PAGE, 10 * PAGE]), cancels=st.booleans())
+    def warm_up(self, draw: st.DataObject, budget: int, cancels: bool) -> None:
+        if cancels and self.warmups:
+            self.absorb(self.state.cancel_warmup(self.warmups.pop(), self.now))
+            return
+        job = self.name("warmup")
+        self.warmups.append(job)
+        evictable = {extent.key: extent.host_blocks for extent in self.state._ledger.tree}
+        self.absorb(self.state.start_warmup(job, budget, "", self.now))
+        for extent in self.state._ledger.tree:
+            assert extent.host_blocks >= evictable.get(extent.key, 0), "a warm-up evicted for a guess"
+        progress = self.state.warmup_progress(job)
+        assert progress is not None
+        assert progress.done_extents <= progress.total_extents
+
+    # ---- the front dies
+
+    def the_front_restarts(self, draw: st.DataObject) -> None:
+        """Its worker is killed with it; engines live on and may go on copying from and to the old arena."""
+        self.worker.die(draw.draw(st.integers(0, 3)))
+        if self.disk.files and draw.draw(st.booleans()):
+            name = draw.draw(st.sampled_from(list(self.disk.files)))
+            draw.draw(st.sampled_from([self.disk.lose, self.disk.shorten]))(name)
+            self.renege_on_the_harmed()
+        if draw.draw(st.booleans()):
+            self.old.append(self.here)
+        self.start_front()
+
+    def the_node_stops(self, draw: st.DataObject) -> None:
+        """SIGTERM: seal, write what there is time for, give up the rest; then a new node on the same disk."""
+        self.absorb(self.state.begin_shutdown(self.now))
+        session = self.here.sessions[0]
+        refused = Refused(Reason.SHUTDOWN)
+        assert self.ask_for_a_lease(self.prompts[0], grant=self.name("late"), session=session) == (refused, [])
+        for _ in range(draw.draw(st.integers(0, 4))):
+            if self.worker.waiting:
+                self.worker.run(self.worker.waiting[0])
+                self.hear_all()
+        self.absorb(self.state.drop_dirty(Reason.SHUTDOWN, self.now))
+        self.work_until_quiet()
+        assert self.state.dirty().extents == 0
+        self.the_front_restarts(draw)
+
+    def the_engines_of_an_old_front_go_on(self, draw: st.DataObject) -> None:
+        old = draw.draw(st.sampled_from(self.old))
+        for ticket in old.tickets.values():
+            ticket.fill()
+            answer, effects = self.state.commit(ticket.grant, self.now)
+            assert answer == Refused(Reason.GRANT_ENDED)
+            assert effects == []
+
+    def the_engines_of_an_old_front_end(self, draw: st.DataObject) -> None:
+        self.old.clear()
+        self.limit_host()
+
+    # ---- promises, after every step
+
+    @invariant()
+    def its_own_check_passes(self) -> None:
+        self.state.check()
+
+    @invariant()
+    def every_leased_block_carries_its_own_stamp(self) -> None:
+        for incarnation in (self.here, *self.old):
+            for holding in incarnation.holdings.values():
+                for offsets, generations, expected in holding.live_parts():
+                    now = [incarnation.generations[offset // PAGE] for offset in offsets]
+                    content = holding.arena.read(offsets)
+                    if not holding.revocable:
+                        assert now == generations, "a slot was given up under its reader"
+                        assert content == expected
+                    for index, stamp in enumerate(expected):
+                        assert now[index] != generations[index] or content[index] == stamp
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        ledger, cascade = self.state._ledger, self.state._cascade
+        owners: dict[int, str] = {}
+
+        def claim(slots: list[int], owner: str) -> None:
+            for slot in slots:
+                assert slot not in owners, f"slot {slot} belongs to {owners.get(slot)} and to {owner}"
+                owners[slot] = owner
+
+        for ticket in self.here.tickets.values():
+            claim(ticket.answer.offsets, f"ticket {ticket.grant!r}")
+        for block in ledger.staged.values():
+            claim(list(block.slots.values()), f"staged {block.key[:4].hex()}")
+            for rank, slot in block.slots.items():
+                assert self.here.arena.read([slot]) == [(block.key, rank)]
+        extents = {*ledger.tree, *self.extents_outside_the_tree()}
+        for extent in extents:
+            for rank, slots in enumerate(extent.slots):
+                claim(slots, f"{extent} rank {rank}")
+                assert self.here.arena.read(slots) == stamps(extent.keys, rank)[: len(slots)], "a foreign block"
+            for doomed in extent.doomed:
+                claim(doomed.slots, f"doomed of {extent}")
+                assert doomed.waits_for
+        for op in cascade._ops.values():
+            claim(getattr(op, "slots", []), f"{op}")
+        assert set(owners) == ledger.pool.used_slots(), "slots in use that nobody owns, or the other way round"
+
+    def extents_outside_the_tree(self) -> set[object]:
+        ledger, cascade = self.state._ledger, self.state._cascade
+        extents = {op.extent for op in cascade._ops.values()}
+        extents |= {segment.extent for lease in ledger.leases.values() for segment in lease.path}
+        extents |= {extent for ticket in ledger.tickets.values() for extent in ticket.path}
+        return extents - set(ledger.tree)
+
+    @invariant()
+    def no_tier_holds_more_than_it_may(self) -> None:
+        for tier in self.state.tiers():
+            if tier.tier == "host":
+                assert tier.used_bytes + tier.reserved_bytes <= tier.capacity_bytes
+        if self.limits.nvme_bytes:
+            booked = self.booked_bytes()
+            assert self.disk.used_bytes <= booked, "more lies on the disk than is booked"
+            assert booked + self.overhead <= self.nvme_limit or booked <= self.real_bytes
+            self.real_bytes = booked
+
+    def booked_bytes(self) -> int:
+        """What the core says lies on the disk, or will."""
+        nvme = self.state.tiers()[1]
+        return nvme.used_bytes + nvme.reserved_bytes
+
+    @invariant()
+    def a_match_is_no_more_than_was_committed_and_is_there(self) -> None:
+        for prompt in self.prompts:
+            match = self.state.match(prompt.group, prompt.keys)
+            assert match.host_blocks <= match.blocks <= prompt.blocks
+            if not match.blocks:
+                continue
+            segments = self.state._ledger.tree.walk(prompt.group, prompt.keys)
+            for rank in range(prompt.spec.identity.parallel.shards):
+                committed = self.committed.get((prompt.group, rank), set())
+                harmed = self.disk.harmed_keys(prompt.group, rank)
+                for segment in segments:
+                    for at in range(segment.blocks):
+                        index = segment.start + at
+                        assert prompt.key(index) in committed, "matched what nobody committed"
+                        assert segment.extent.block_key(at) == prompt.key(index)
+                        in_host = at < len(segment.extent.slots[rank])
+                        on_disk = segment.extent.nvme is NvmeState.PRESENT and (
+                            prompt.key(index) in harmed
+                            or self.disk.has_block(prompt.group, rank, segment.extent.key, at)
+                        )
+                        assert in_host or on_disk, "matched, and nowhere"
+                        assert in_host or index >= match.host_blocks
+
+    @invariant()
+    def a_file_that_is_believed_in_is_there(self) -> None:
+        for extent in self.state._ledger.tree:
+            if extent.nvme is NvmeState.PRESENT:
+                for rank in range(len(extent.slots)):
+                    file = self.disk.files.get((extent.group, rank, extent.key))
+                    is_right = file is not None and file.keys.startswith(extent.keys)
+                    assert is_right or extent.key in self.disk.harmed_keys(extent.group, rank)
+
+    @invariant()
+    def nothing_waits_in_the_wings_that_could_appear(self) -> None:
+        ledger = self.state._ledger
+        visible = {extent.block_key(index) for extent in ledger.tree for index in range(extent.num_blocks)}
+        for block in ledger.staged.values():
+            is_whole = len(block.slots) == ledger.groups[block.group].ranks
+            assert not (is_whole and (block.parent in visible or block.parent == block.group))
+
+    @invariant()
+    def who_let_go_before_the_answer_is_answered_at_once(self) -> None:
+        assert not self.cancelled
+
+    @invariant()
+    def the_counts_are_the_models(self) -> None:
+        assert self.state.num_sessions == len(self.here.sessions)
+        assert self.state.num_tickets == len(self.here.tickets)
+        firm = [holding for holding in self.here.holdings.values() if not self.may_be_revoked(holding)]
+        assert len(firm) <= self.state.num_leases <= len(self.here.holdings)
+
+    def check_promises(self) -> None:
+        """What was reported flushed, and is not evicted or harmed since, is found by match."""
+        if self.state.is_recovering:
+            return
+        for promise in self.promised:
+            keys = promise.prompt.keys[: promise.blocks * KEY_BYTES]
+            assert self.state.match(promise.prompt.group, keys).blocks == promise.blocks, "flushed, and lost"
+
+    @invariant()
+    def what_was_flushed_is_found(self) -> None:
+        self.check_promises()
+
+    # ---- the end: everybody goes, and nothing is left over
+
+    def teardown(self) -> None:
+        if not self.prompts or sys.exc_info()[0] is not None:
+            return  # it never began, or has failed already
+        for session in list(self.here.sessions):
+            self.bury(session)
+        if not self.is_worker_up and self.limits.nvme_bytes:
+            self.start_worker()
+        for _ in range(3):
+            self.work_until_quiet()
+            self.now += 2 * STAGED_SECONDS
+            self.tick()
+        self.work_until_quiet()
+        self.check_quiet()
+        self.every_slot_has_one_owner()
+        self.the_worker_dies_for_good()
+
+    def work_until_quiet(self) -> None:
+        for _ in range(200):
+            if not (self.worker.waiting or self.worker.unheard):
+                return
+            self.worker.run_all()
+            self.hear_all()
+        raise AssertionError("the core keeps the worker busy for ever")
+
+    def check_quiet(self) -> None:
+        state, ledger = self.state, self.state._ledger
+        assert (state.num_leases, state.num_tickets, state.num_sessions) == (0, 0, 0)
+        assert not ledger.staged
+        assert not ledger.writing
+        assert state.dirty().extents == 0 or not state._cascade.is_writable
+        resident = 0
+        for extent in ledger.tree:
+            assert not extent.holds
+            assert not extent.doomed
+            assert not extent.reading
+            assert not extent.ops
+            resident += sum(map(len, extent.slots)) * ledger.group_of(extent).slot_bytes
+        assert ledger.pool.used_bytes == resident
+        assert ledger.doomed_bytes == 0
+        if self.limits.nvme_bytes:
+            known = {
+                (extent.group, rank, extent.key)
+                for extent in ledger.tree
+                if extent.nvme is not NvmeState.ABSENT
+                for rank in range(len(extent.slots))
+            }
+            assert set(self.disk.files) <= known, "a file that nobody knows"
+
+    def the_worker_dies_for_good(self) -> None:
+        """One last restart: what was flushed is found."""
+        self.old.clear()
+        self.worker.die(0)
+        self.start_front()
+        self.check_promises()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
