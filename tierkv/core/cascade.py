@@ -80,6 +80,15 @@ class Cascade:
                 break
         return min(count, ledger.pool.available(slot_bytes))
 
+    def make_ready(self, slot_bytes: int, count: int) -> None:
+        """Like `make_room`, ahead of the asking: takes only what is next in the order anyway."""
+        ledger = self._ledger
+        while (have := ledger.pool.available(slot_bytes)) < count:
+            victim = ledger.host_order(slot_bytes).pop()
+            if victim is None:
+                return
+            self._evict_from_host(victim, count - have)
+
     def _evict_from_host(self, extent: Extent, slots_needed: int) -> None:
         """From the tail, as few blocks as will do, at most one recency segment of the extent."""
         ledger = self._ledger

@@ -196,6 +196,16 @@ class CacheState:
         )
         return answer, self._effects_after(now)
 
+    @property
+    def has_idle_work(self) -> bool:
+        """`make_ready` has something to do."""
+        return self._tickets.expects_more
+
+    def make_ready(self, now: float) -> list[Effect]:
+        """To be called when nobody waits: have the room that the next reservation will ask for."""
+        self._tickets.make_ready()
+        return self._effects_after(now)
+
     def commit(self, grant: bytes, now: float) -> tuple[Committed | Refused, list[Effect]]:
         """Every copy into the slots has completed: publish all blocks of the ticket."""
         answer = self._tickets.commit(grant, now)

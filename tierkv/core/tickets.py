@@ -26,12 +26,16 @@ from tierkv.core.ledger import Ledger
 from tierkv.core.publishing import Publisher
 from tierkv.core.reasons import Reason
 
+AHEAD_SHARE = 64
+"""One part in so many of host memory may be kept free for the next reservation."""
+
 
 class Tickets:
     def __init__(self, ledger: Ledger, cascade: Cascade) -> None:
         self._ledger = ledger
         self._cascade = cascade
         self._publisher = Publisher(ledger, cascade)
+        self._expected: tuple[int, int] | None = None  # slot size and slots of the next reservation, if like the last
 
     def reserve(
         self,
@@ -71,6 +75,7 @@ class Tickets:
             allowed, reason = 0, Reason.LARGER_THAN_TIER
         room = self._cascade.make_room(shape.slot_bytes, allowed, now) if allowed else 0
         offsets = ledger.pool.allocate(shape.slot_bytes, room)
+        self._expected = (shape.slot_bytes, len(offsets)) if offsets else self._expected
         if len(offsets) < len(missing):
             reason = reason or Reason.NO_ROOM
             ledger.counts.refused_blocks[reason] += len(missing) - len(offsets)
@@ -108,6 +113,20 @@ class Tickets:
         ledger.sessions[holder].held_bytes += len(offsets) * shape.slot_bytes
         ledger.writing.setdefault(rank, {}).update(zip(ticket.block_keys, repeat(grant)))
         return answer
+
+    @property
+    def expects_more(self) -> bool:
+        return self._expected is not None
+
+    def make_ready(self) -> None:
+        """Evict now what the next reservation would have to wait for, if it is like the last one; a share of host
+        memory at most."""
+        if self._expected is None:
+            return
+        slot_bytes, count = self._expected
+        self._expected = None
+        most = self._ledger.limits.host_bytes // AHEAD_SHARE // slot_bytes
+        self._cascade.make_ready(slot_bytes, min(count, most))
 
     def commit(self, grant: bytes, now: float) -> Committed | Refused:
         """Every copy into the slots has completed: publish all blocks of the ticket."""

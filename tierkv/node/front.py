@@ -164,8 +164,8 @@ class Front:
             self._take_requests()
             self._do_what_is_due()
             self._is_idle = not ready
-            if self._service.num_checks and (self._is_idle or self._service.is_hurried):
-                self._service.check_keys(self._now())
+            if self._is_idle or self._service.is_hurried:
+                self._service.do_idle_work(self._now())
             if self._scrape is not None and self._scrape.fileno() in ready:
                 self._scrape.serve(self._survey.snapshot)
             self._drain()
@@ -198,7 +198,7 @@ class Front:
         return wanted
 
     def _timeout_milliseconds(self) -> int:
-        if self._service.is_hurried or (self._is_idle and self._service.num_checks):
+        if self._service.is_hurried or (self._is_idle and self._service.has_idle_work):
             return 0
         now = self._now()
         times = [self._next_socket_check - time.monotonic()]
@@ -207,7 +207,7 @@ class Front:
             times.append(self._wakeup - now)
         if self._draining is not None:
             times.append(self._draining.next_wakeup() - now)
-        if self._service.num_checks:
+        if self._service.has_idle_work:
             times.append(IDLE_SECONDS)
         return max(0, math.ceil(min(times) * 1000))
 
