@@ -418,3 +418,15 @@ def test_who_left_before_the_answer_is_not_waiting_any_more(served: Served) -> N
     served.sessions.poll()
     assert not served.sessions.is_waiting(knock)
     assert served.sessions.num_sessions == 0
+
+
+@pytest.mark.parametrize("how", [socket.SHUT_RD, socket.SHUT_RDWR])
+def test_a_grant_that_finds_nobody_ends_with_the_socket(served: Served, how: int) -> None:
+    with served.connect() as client:
+        say(client, hello())
+        knock = served.until(Asked, grants=False).knock
+        client.shutdown(how)
+        served.sessions.grant(knock, served.sessions.new_token(), served.memory)
+        assert served.sessions.count(INCARNATION) == 0, "nobody has the memory"
+    assert served.until(Ended).session.pid == os.getpid()
+    assert served.sessions.num_sessions == 0

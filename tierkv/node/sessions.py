@@ -182,7 +182,8 @@ class Sessions:
         return self._watched.knocks.get(knock.sock.fileno()) is knock
 
     def grant(self, knock: Knock, token: bytes, memory: Memory) -> None:
-        """Make it a session. Whether the answer arrives or not, the session exists until its end is proven."""
+        """Make it a session, which exists until its end is proven. One whose answer could not be sent has no memory:
+        its socket, which is at its end, is the proof."""
         assert knock.hello is not None, "a grant answers a hello"
         del self._watched.knocks[knock.sock.fileno()]
         hello = knock.hello
@@ -200,7 +201,8 @@ class Sessions:
             page_bytes=memory.page_bytes,
             data_dir=memory.data_dir,
         )
-        _send(knock.sock, answer, [memory.arena_fd, memory.generations_fd] if hello.maps_arena else [])
+        memories = [memory.arena_fd, memory.generations_fd] if hello.maps_arena else []
+        session.maps_arena = _send(knock.sock, answer, memories) and hello.maps_arena
 
     def refuse(self, knock: Knock, code: str, problem: str) -> None:
         _send(knock.sock, SessionRefused(code=code, problem=problem), [])
@@ -387,9 +389,11 @@ def _decode(packet: bytes) -> AnySessionMessage | None:
         return None
 
 
-def _send(sock: socket.socket, message: AnySessionMessage, descriptors: list[int]) -> None:
-    """An answer that can't be sent is not missed by anybody: the peer is gone, or has never read one."""
+def _send(sock: socket.socket, message: AnySessionMessage, descriptors: list[int]) -> bool:
+    """Whether it is on its way. An answer that can't be sent is not missed by anybody: the peer is gone, or has never
+    read one."""
     try:
         socket.send_fds(sock, [encode_packet(message)], descriptors)
     except OSError:
-        return
+        return False
+    return True
