@@ -21,17 +21,31 @@ GRANT = encode_packet(
 )
 
 
+DETACH = encode_packet(Detach(incarnation=1))
+
+
 @contextmanager
-def server(directory: Path, packet: bytes, num_descriptors: int) -> Iterator[None]:
-    """Answers one hello with `packet` and so many descriptors."""
+def server(
+    directory: Path, packet: bytes, num_descriptors: int, *, answers: threading.Event | None = None
+) -> Iterator[list[bytes]]:
+    """Answers one hello with `packet` and so many descriptors (once `answers` is set). What it hears after that is in
+    the list when the block has ended."""
+    heard: list[bytes] = []
 
     def serve(listener: socket.socket) -> None:
         connection, _address = listener.accept()
         with connection:
             connection.recv(65_536)
+            if answers is not None:
+                answers.wait(10)
             descriptors = [os.memfd_create("memory") for _ in range(num_descriptors)]
-            if packet:
-                socket.send_fds(connection, [packet], descriptors)
+            try:
+                if packet:
+                    socket.send_fds(connection, [packet], descriptors)
+                    while more := connection.recv(65_536):
+                        heard.append(more)
+            except (BrokenPipeError, ConnectionResetError):
+                heard.append(b"gone")
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -40,7 +54,7 @@ def server(directory: Path, packet: bytes, num_descriptors: int) -> Iterator[Non
         listener.listen()
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        yield
+        yield heard
         thread.join(10)
 
 
@@ -64,10 +78,12 @@ def attempt(directory: Path) -> Refusal:
 def test_an_answer_that_gives_no_memory_is_refused_and_leaves_nothing_open(
     node_dir: Path, packet: bytes, num_descriptors: int, reason: Reason, problem: str
 ) -> None:
-    with server(node_dir, packet, num_descriptors):
+    with server(node_dir, packet, num_descriptors) as heard:
         refusal = attempt(node_dir)
     assert refusal.reason is reason
     assert problem in refusal.problem
+    if packet == GRANT:
+        assert heard == [DETACH], "what is not used is given back"
 
 
 def test_descriptors_beyond_those_expected_are_not_kept(node_dir: Path) -> None:
@@ -90,3 +106,25 @@ def test_a_time_that_is_up_is_a_refusal(node_dir: Path) -> None:
     opened = open_session(node_dir, client="", maps_arena=True, until=time.monotonic() - 1)
     assert isinstance(opened, Refusal)
     assert opened.reason is Reason.DEADLINE
+
+
+def test_a_grant_that_comes_when_nobody_waits_any_more_is_not_kept(
+    node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node would take this process for one that may touch the memory, for as long as it lives."""
+    before = len(os.listdir("/proc/self/fd"))
+    answers = threading.Event()
+    receive = socket.recv_fds
+
+    def too_late(connection: socket.socket, *arguments: int) -> object:
+        if arguments[-1] & socket.MSG_DONTWAIT:
+            return receive(connection, *arguments)
+        answers.set()
+        assert connection.recv(1, socket.MSG_PEEK)
+        raise TimeoutError
+
+    monkeypatch.setattr("socket.recv_fds", too_late)
+    with server(node_dir, GRANT, 2, answers=answers) as heard:
+        assert attempt(node_dir).reason is Reason.DEADLINE
+    assert heard == [DETACH]
+    assert len(os.listdir("/proc/self/fd")) == before

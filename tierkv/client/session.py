@@ -122,8 +122,28 @@ def open_session(socket_dir: Path, *, client: str, maps_arena: bool, until: floa
     except WireError as broken:
         opened = Refusal(Reason.WIRE_ERROR, str(broken))
     if isinstance(opened, Refusal):
-        connection.close()
+        _give_up(connection)
     return opened
+
+
+def _give_up(connection: socket.socket) -> None:
+    """Decline what may have been granted meanwhile: the node would keep an arena for us until our process ends. Once
+    the reading half is shut nothing more can be granted."""
+    with connection, suppress(OSError):  # that there is no connection, for one
+        connection.shutdown(socket.SHUT_RD)
+        packet, descriptors, _flags, _address = socket.recv_fds(
+            connection, MAX_PACKET_BYTES, 2, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with suppress(WireError):
+            answer = decode_packet(packet)
+            if isinstance(answer, SessionGrant):
+                _decline(connection, answer)
+
+
+def _decline(connection: socket.socket, grant: SessionGrant) -> None:
+    connection.send(encode_packet(Detach(incarnation=grant.incarnation)), socket.MSG_DONTWAIT)
 
 
 def _exchange(connection: socket.socket, path: Path, client: str, maps_arena: bool, until: float) -> Session | Refusal:
@@ -151,11 +171,20 @@ def _accept(connection: socket.socket, packet: bytes, descriptors: list[int], ma
         raise WireError(ErrorCode.MALFORMED, f"{type(answer).__name__} is no answer to SessionHello")
     if not maps_arena:
         return Session(connection, answer, None)
+    try:
+        arena = _map_arena(answer, descriptors)
+    except (OSError, WireError):
+        with suppress(OSError):
+            _decline(connection, answer)
+        raise
+    return Session(connection, answer, arena)
+
+
+def _map_arena(grant: SessionGrant, descriptors: list[int]) -> ArenaMap:
     if len(descriptors) != 2:
         raise WireError(ErrorCode.MALFORMED, f"SessionGrant came with {len(descriptors)} descriptors, not 2")
     arena_fd, generations_fd = descriptors
-    arena = ArenaMap(arena_fd, generations_fd, arena_bytes=answer.arena_bytes, page_bytes=answer.page_bytes)
-    return Session(connection, answer, arena)
+    return ArenaMap(arena_fd, generations_fd, arena_bytes=grant.arena_bytes, page_bytes=grant.page_bytes)
 
 
 def _require_own_peer(connection: socket.socket) -> None:
