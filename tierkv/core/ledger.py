@@ -101,6 +101,8 @@ class Ledger:
         self.staged: dict[bytes, StagedBlock] = {}
         self.staged_children: dict[bytes, list[bytes]] = {}
         self.unsealed: dict[Extent, None] = {}
+        self._new_unsealed: list[Extent] = []
+        self.host_limit_since = 0.0
         self.touched: dict[Extent, None] = {}
         self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
         self.nvme_order: EvictionOrder = LeastRecentlyUsed()
@@ -140,6 +142,11 @@ class Ledger:
                 blocks, reason = max(0, left // cost), Reason.SESSION_CAP
         return blocks, reason
 
+    def take_new_unsealed(self) -> list[Extent]:
+        """Extents that have begun to grow since the last call."""
+        taken, self._new_unsealed = self._new_unsealed, []
+        return taken
+
     # ---- extents come, grow, shrink, go
 
     def add_extent(self, extent: Extent, above: Extent | None, index: int) -> None:
@@ -150,6 +157,7 @@ class Ledger:
         group.last_used = max(group.last_used, extent.last_used)
         if not extent.sealed:
             self.unsealed[extent] = None
+            self._new_unsealed.append(extent)
 
     def grow_extent(self, extent: Extent, keys: bytes, slots: list[list[int]]) -> None:
         """Append blocks that every rank has in host memory; `slots` per rank."""

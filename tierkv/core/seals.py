@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from itertools import count
+
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.grants import SealAnswer, SealReady, Segment, Waiting, path_blocks
@@ -24,6 +27,9 @@ class Seals:
         self._ledger = ledger
         self._cascade = cascade
         self._waiting: dict[int, _WaitingSeal] = {}
+        # One entry for each growing extent, due no later than the extent is: growth moves the due time, not the entry.
+        self._idle: list[tuple[float, int, Extent]] = []
+        self._numbers = count()
 
     def seal(
         self, *, seal_id: int, group: bytes, keys: bytes, wait_flushed: bool, deadline: float, now: float
@@ -43,8 +49,8 @@ class Seals:
 
     def seal_idle(self, now: float) -> None:
         """Extents that have not grown for a while are not going to."""
-        for extent in [extent for extent in self._ledger.unsealed if self._due(extent) <= now]:
-            self._cascade.seal(extent, now)
+        while (due := self._next_idle()) is not None and due <= now:
+            self._cascade.seal(self._idle[0][2], now)
 
     def seal_all(self, now: float) -> None:
         """Parents before what hangs on them, so that a budget that ends early leaves no hole."""
@@ -52,7 +58,22 @@ class Seals:
             self._cascade.seal(extent, now)
 
     def deadlines(self) -> list[float]:
-        return [seal.deadline for seal in self._waiting.values()] + [self._due(e) for e in self._ledger.unsealed]
+        idle = self._next_idle()
+        return [*(seal.deadline for seal in self._waiting.values()), *(() if idle is None else (idle,))]
+
+    def _next_idle(self) -> float | None:
+        """When the extent at the head of the queue has been idle for long enough; O(log n), however many grow."""
+        for extent in self._ledger.take_new_unsealed():
+            heapq.heappush(self._idle, (self._due(extent), next(self._numbers), extent))
+        while self._idle:
+            due, number, extent = self._idle[0]
+            if extent not in self._ledger.unsealed:
+                heapq.heappop(self._idle)
+            elif due < self._due(extent):
+                heapq.heapreplace(self._idle, (self._due(extent), number, extent))
+            else:
+                return due
+        return None
 
     def _due(self, extent: Extent) -> float:
         return extent.last_append + max(self._ledger.limits.seal_after_seconds, 4 * extent.longest_gap)

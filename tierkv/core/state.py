@@ -286,6 +286,7 @@ class CacheState:
     def host_limit(self, num_bytes: int, now: float) -> list[Effect]:
         """How much of the arena may be in use; grows when an old incarnation's arena is gone."""
         self._ledger.pool.limit_bytes = num_bytes
+        self._ledger.host_limit_since = now
         return self._effects_after(now)
 
     def nvme_limit(self, num_bytes: int, now: float) -> list[Effect]:

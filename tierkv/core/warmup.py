@@ -14,6 +14,7 @@ from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 
+_GROWTH_PAUSE_SECONDS = 5.0  # an arena that has not grown for so long is not growing
 _READS_AHEAD = 4  # a job leaves the rest of the drive to those who wait for an answer
 
 
@@ -84,34 +85,39 @@ def advance(job: WarmupJob, ledger: Ledger, cascade: Cascade, now: float) -> Non
         job.promoted_bytes += max(0, _host_bytes(ledger, extent) - before)
         job.failed += not extent.in_tree or extent.host_blocks < extent.num_blocks
     while job.todo and len(job.running) < _READS_AHEAD and job.reason is None:
-        _start(job, job.todo[0], ledger, cascade, now)
+        if not _start(job, job.todo[0], ledger, cascade, now):
+            break
     job.finished = not job.running and (not job.todo or job.reason is not None)
 
 
-def _start(job: WarmupJob, extent: Extent, ledger: Ledger, cascade: Cascade, now: float) -> None:
+def _start(job: WarmupJob, extent: Extent, ledger: Ledger, cascade: Cascade, now: float) -> bool:
+    """False: not now. `job.reason` says so when it is not later either."""
     group = ledger.group_of(extent)
     if not extent.in_tree or extent.nvme is not NvmeState.PRESENT:
         job.todo.popleft()
         job.done += 1
-        return
+        return True
     missing = sum(extent.num_blocks - len(slots) for slots in extent.slots)
     size = extent.num_blocks * group.ranks * group.slot_bytes
     if missing and job.planned_bytes + size > job.budget_bytes:
         job.reason = Reason.BUDGET
-        return
+        return False
     if missing > ledger.pool.available(group.slot_bytes):
-        job.reason = Reason.NO_ROOM
-        return
+        is_growing = ledger.pool.limit_bytes < ledger.pool.capacity_bytes
+        if not is_growing or now - ledger.host_limit_since > _GROWTH_PAUSE_SECONDS:
+            job.reason = Reason.NO_ROOM
+        return False
     job.todo.popleft()
     job.planned_bytes += size
     job.already_bytes += size - missing * group.slot_bytes
     if not missing:
         job.done += 1
-        return
+        return True
     job.running[extent] = _host_bytes(ledger, extent)
     for rank in range(group.ranks):
         if len(extent.slots[rank]) < extent.num_blocks:
             cascade.want_read(extent, rank, extent.num_blocks, now)
+    return True
 
 
 def _host_bytes(ledger: Ledger, extent: Extent) -> int:

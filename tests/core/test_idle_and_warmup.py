@@ -1,0 +1,127 @@
+"""What happens by itself as time passes, and what a warm-up does while the arena is still growing."""
+
+from __future__ import annotations
+
+from array import array
+
+from tierkv.core.grants import Committed, GroupSpec
+from tierkv.core.identity import Identity, Layout
+from tierkv.core.instructions import ExtentRow, GroupFound, Read, ReadDone, Recovered, Rows
+from tierkv.core.keys import KEY_BYTES, chain_keys, pack_tokens
+from tierkv.core.reasons import Reason
+from tierkv.core.state import CacheState, Limits
+
+PAGE = 4096
+SESSION = b"s" * 16
+JOB = b"j" * 16
+IDENTITY = Identity("ab" * 32, "", Layout("u8", (PAGE,), "x", 1, "fake"))
+GROUP = IDENTITY.group_key()
+
+
+def make_state(*, nvme_bytes: int = 0) -> CacheState:
+    limits = Limits(
+        host_bytes=8 * PAGE,
+        slab_bytes=PAGE,
+        extent_bytes=4 * PAGE,
+        nvme_bytes=nvme_bytes,
+        seal_after_seconds=10.0,
+        session_bytes=2**40,
+        inflight_writes=1,
+        inflight_reads=4,
+    )
+    state = CacheState(limits, array("Q", bytes(8 * 8)))
+    state.open_session(SESSION, 0.0)
+    return state
+
+
+def store_block(state: CacheState, tokens: list[int], now: float) -> None:
+    packed = pack_tokens(tokens)
+    keys = chain_keys(GROUP, packed, 1)
+    grant = bytes(tokens).ljust(16, b"\xff")
+    state.reserve(
+        grant=grant,
+        session=SESSION,
+        holder=SESSION,
+        group=GROUP,
+        rank=0,
+        keys=keys,
+        first=len(tokens) - 1,
+        tokens=packed[-4:],
+        now=now,
+    )
+    assert state.commit(grant, now)[0] == Committed(1, 0)
+
+
+def num_growing(state: CacheState) -> int:
+    return len(state._ledger.unsealed)
+
+
+def test_an_extent_is_sealed_when_it_has_not_grown_for_a_while_and_the_next_wakeup_says_when() -> None:
+    state = make_state()
+    state.open_group(GroupSpec(group=GROUP, identity=IDENTITY), 0.0)
+    store_block(state, [1], 0.0)
+    store_block(state, [2], 4.0)
+    assert state.next_wakeup() == 10.0
+    store_block(state, [1, 3], 2.0)  # growth puts it off
+    assert state.next_wakeup() == 12.0
+    state.tick(12.0)
+    assert num_growing(state) == 1
+    assert state.next_wakeup() == 14.0
+    state.tick(14.0)
+    assert num_growing(state) == 0
+    assert state.next_wakeup() is None
+    state.check()
+
+
+def test_a_slow_writer_is_waited_for_four_times_its_own_interval() -> None:
+    state = make_state()
+    state.open_group(GroupSpec(group=GROUP, identity=IDENTITY), 0.0)
+    store_block(state, [1], 0.0)
+    store_block(state, [1, 2], 9.0)
+    state.tick(9.0 + 35.9)
+    assert num_growing(state) == 1
+    state.tick(9.0 + 36.0)
+    assert num_growing(state) == 0
+
+
+def recovered_state() -> CacheState:
+    """Four extents of two blocks on NVMe, host memory for eight blocks."""
+    state = make_state(nvme_bytes=2**30)
+    rows = []
+    for number in range(4):
+        keys = chain_keys(GROUP, pack_tokens([number, 9]), 1)
+        rows.append(ExtentRow(keys[:KEY_BYTES], GROUP, 0, keys, PAGE, 3 * PAGE, 1.0, float(number), 0))
+    state.worker_started(0.0)
+    state.report(GroupFound(GROUP, IDENTITY), 0.0)
+    state.report(Rows("ab" * 32, GROUP, 0, rows), 0.0)
+    state.report(Recovered(0.0, 4, 4, 0, 0, 0, 0, 0, False), 0.0)
+    return state
+
+
+def run_reads(state: CacheState, effects: list, now: float) -> None:
+    while reads := [effect for effect in effects if isinstance(effect, Read)]:
+        effects = [done for read in reads for done in state.report(ReadDone(read.op, len(read.slots), 0.0), now)]
+        state.check()
+
+
+def test_a_warmup_waits_for_an_arena_that_is_still_growing() -> None:
+    state = recovered_state()
+    state.host_limit(4 * PAGE, 1.0)
+    run_reads(state, state.start_warmup(JOB, 0, "", 1.0), 1.0)
+    progress = state.warmup_progress(JOB)
+    assert progress is not None
+    assert (progress.done_extents, progress.finished) == (2, False)
+    run_reads(state, state.host_limit(8 * PAGE, 3.0), 3.0)
+    progress = state.warmup_progress(JOB)
+    assert progress is not None
+    assert (progress.done_extents, progress.finished, progress.reason) == (4, True, None)
+
+
+def test_a_warmup_ends_when_the_arena_has_stopped_growing_below_its_size() -> None:
+    state = recovered_state()
+    state.host_limit(4 * PAGE, 1.0)
+    run_reads(state, state.start_warmup(JOB, 0, "", 1.0), 1.0)
+    state.start_warmup(JOB, 0, "", 6.5)
+    progress = state.warmup_progress(JOB)
+    assert progress is not None
+    assert (progress.done_extents, progress.finished, progress.reason) == (2, True, Reason.NO_ROOM)
