@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.chaos_run import ROUND, ROUND_OF_EVICTIONS, Chaos, make_plan, run
+from e2e.chaos_run import ROUND, ROUND_OF_EVICTIONS, make_plan, run
 
 pytestmark = pytest.mark.timeout(600)
 
