@@ -25,7 +25,7 @@ from tierkv.storage.catalog import (
     Restamp,
     TouchedRow,
 )
-from tierkv.storage.index_row import IndexedFile, Namespace
+from tierkv.storage.index_row import IndexedFile, Namespace, decode_row
 
 STORE = "store-1"
 HOME = Namespace("ab" * 32, b"g" * 32, 1)
@@ -303,6 +303,22 @@ def test_a_value_that_does_not_decode_is_shown_as_none(folder: int, tmp_path: Pa
         assert catalog.namespaces() == [HOME]
         assert catalog.apply([TouchedRow(put(3).name, last_used=1.0, hits=1)]) == Applied(1)
         assert numbers_in(catalog) == {0, 1, 2, 4}
+
+
+def test_a_value_is_believed_only_as_it_was_written_and_under_its_own_name(folder: int, tmp_path: Path) -> None:
+    fill(folder, range(2))
+    with lmdb.open(str(tmp_path), lock=False, max_dbs=2) as env:
+        rows = env.open_db(b"rows")
+        with env.begin(db=rows) as transaction:
+            right, other = bytes(transaction.get(put(0).name)), put(1).name
+    for wrong in [*(flip(right, at) for at in range(len(right))), right[:-1], right + b"\0", right[:3], b""]:
+        assert decode_row(put(0).name, wrong) is None
+    assert decode_row(put(0).name, right) == value_of(0)
+    assert decode_row(other, right) is None
+
+
+def flip(raw: bytes, at: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
 
 
 def test_an_index_that_cannot_be_made_answers_and_is_tried_again(tmp_path: Path) -> None:

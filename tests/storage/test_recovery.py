@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import lmdb
 import pytest
 
 from tests.storage.samples import FINGERPRINT, Sample, path_of
@@ -190,6 +191,23 @@ def test_a_row_that_contradicts_itself_is_corrected(directory: DataDirectory, ch
     again = start(directory)
     assert again.recovered.headers_read == 1
     assert again.rows == {sample.name.key: right}
+
+
+def test_a_row_that_has_rotted_is_corrected_from_the_file(directory: DataDirectory) -> None:
+    """Wherever it did: of another length, of another parent, with other keys, it would be believed against the file."""
+    (sample,) = fill(directory, 1)
+    right = start(directory).rows
+    name = Namespace.of(sample.name).row_name(sample.name.key)
+    path = str(directory.path / "index")
+    with lmdb.open(path, lock=False, max_dbs=2) as env, env.begin(db=env.open_db(b"rows")) as transaction:
+        size = len(transaction.get(name))
+    for at in range(0, size, 7):
+        with lmdb.open(path, lock=False, max_dbs=2) as env, env.begin(db=env.open_db(b"rows"), write=True) as writing:
+            value = bytearray(writing.get(name))
+            value[at] ^= 1
+            writing.put(name, bytes(value))
+        again = start(directory)
+        assert (again.rows, again.recovered.headers_read) == (right, 1), f"byte {at}"
 
 
 @pytest.mark.parametrize("spoil", ["delete", "truncate", "garbage", "stale", "empty"])

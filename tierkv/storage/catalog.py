@@ -31,11 +31,11 @@ import msgspec
 from tierkv.core.keys import KEY_BYTES
 from tierkv.errors import BrokenInvariant
 from tierkv.storage.index_file import ENVIRONMENT, exists, extend_to, find_flaw
-from tierkv.storage.index_row import NAME_BYTES, NAMESPACE_BYTES, IndexedFile, Namespace
+from tierkv.storage.index_row import NAME_BYTES, NAMESPACE_BYTES, IndexedFile, Namespace, decode_row, encode_row
 
 log = logging.getLogger(__name__)
 
-ROW_SCHEMA = b"1"
+ROW_SCHEMA = b"2"
 SET_ASIDE = "damaged.mdb"
 OPENING = "OPENING"
 MAX_MAP_BYTES = 2**40
@@ -103,8 +103,6 @@ class Catalog:
         self._lock = threading.RLock()
         self._env: lmdb.Environment | None = None
         self._rows: lmdb._Database | None = None
-        self._decode = msgspec.msgpack.Decoder(IndexedFile).decode
-        self._encode = msgspec.msgpack.Encoder().encode
         self.is_rebuilt = False
         self.problem = ""
         self._begin(discard)
@@ -197,7 +195,7 @@ class Catalog:
     # ---------------------------------------------------------------- reading
 
     def read(self, prefix: bytes) -> dict[bytes, IndexedFile | None] | IndexFailed:
-        """The rows whose name begins with `prefix`, by name, in order; None for a value that does not decode."""
+        """The rows whose name begins with `prefix`, by name, in order; None for a value that is not right."""
         return self._attempt(lambda env: dict(self._scan(env, prefix)))
 
     def _scan(self, env: lmdb.Environment, prefix: bytes) -> Iterator[tuple[bytes, IndexedFile | None]]:
@@ -207,10 +205,7 @@ class Catalog:
             for name, value in cursor:
                 if not name.startswith(prefix):
                     return
-                try:
-                    yield name, self._decode(value)
-                except msgspec.DecodeError:
-                    yield name, None
+                yield name, decode_row(name, value)
 
     def namespaces(self) -> list[Namespace] | IndexFailed:
         """Those that have rows, found by skipping from one to the next."""
@@ -256,7 +251,7 @@ class Catalog:
             for change in changes:
                 match change:
                     case PutRow(name, value):
-                        transaction.put(name, self._encode(value))
+                        transaction.put(name, encode_row(name, value))
                     case DropRow(name):
                         transaction.delete(name)
                     case TouchedRow():
@@ -268,16 +263,15 @@ class Catalog:
         raw = transaction.get(touched.name)
         if raw is None:
             return
-        try:
-            known = self._decode(raw)
-        except msgspec.DecodeError:
+        known = decode_row(touched.name, raw)
+        if known is None:
             transaction.delete(touched.name)
             return
         row = msgspec.structs.replace(known.row, last_used=touched.last_used, hits=touched.hits)
         changed_ns = known.changed_ns
         if touched.restamp is not None and touched.restamp.before_ns == changed_ns:
             changed_ns = touched.restamp.after_ns
-        transaction.put(touched.name, self._encode(IndexedFile(row, known.inode, changed_ns)))
+        transaction.put(touched.name, encode_row(touched.name, IndexedFile(row, known.inode, changed_ns)))
 
     def close(self) -> None:
         with self._lock:
