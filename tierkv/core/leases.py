@@ -43,6 +43,8 @@ class Leases:
             return known.answer or Waiting()
         if ledger.ended.get(grant) is not None:
             return _empty_lease(grant, 0, Reason.GRANT_ENDED)
+        if grant in ledger.tickets:
+            return Refused(Reason.GRANT_ENDED)
         if ledger.is_closing:
             return Refused(Reason.SHUTDOWN)
         by_rank = dict(holders) or {0: session}

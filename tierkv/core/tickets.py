@@ -56,7 +56,7 @@ class Tickets:
         known = ledger.tickets.get(grant)
         if known is not None:
             return known.answer
-        if ledger.ended.get(grant) is not None:
+        if ledger.ended.get(grant) is not None or grant in ledger.leases:
             return Refused(Reason.GRANT_ENDED)
         if ledger.is_closing:
             return Refused(Reason.SHUTDOWN)
@@ -67,6 +67,8 @@ class Tickets:
             return Refused(Reason.LAYOUT_MISMATCH)
         path = ledger.tree.walk(group, keys)
         states, missing, missing_keys = self._missing_blocks(group, keys, first, rank, path_blocks(path))
+        if len(frozenset(missing_keys)) < len(missing_keys):  # no chain of digests repeats itself
+            return Refused(Reason.KEY_MISMATCH)
         # The prefix of what is being stored is not its own victim.
         for segment in path:
             ledger.hold(segment.extent, grant, segment.blocks)

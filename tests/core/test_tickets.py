@@ -1,0 +1,57 @@
+"""Tickets that no honest client asks for: they are refused, and nothing of them stays."""
+
+from __future__ import annotations
+
+from tests.core.simulation import Bench
+from tierkv.core.grants import Lease, Refused, Reservation
+from tierkv.core.reasons import Reason
+
+
+def reserve(bench: Bench, keys: bytes, grant: bytes) -> Reservation | Refused:
+    answer, effects = bench.state.reserve(
+        grant=grant,
+        session=b"engine",
+        holder=b"engine",
+        group=bench.spec.group,
+        rank=0,
+        keys=keys,
+        first=0,
+        tokens=b"",
+        now=bench.now,
+    )
+    bench.absorb(effects)
+    return answer
+
+
+def test_keys_that_repeat_are_no_chain_and_get_no_slots() -> None:
+    bench = Bench(host_slots=8)
+    keys = bench.prompt(1, 2).keys
+    assert reserve(bench, keys[:32] * 3, b"a grant") == Refused(Reason.KEY_MISMATCH)
+    assert reserve(bench, keys + keys, b"another") == Refused(Reason.KEY_MISMATCH)
+    assert bench.host_used() == 0
+    bench.absorb(bench.state.abort(b"a grant", bench.now))
+    bench.absorb(bench.state.end_session(b"engine", bench.now))
+
+
+def test_a_grant_is_one_thing_only() -> None:
+    """The blocks of a lease are held under its id: the end of a ticket of the same id would let go of them."""
+    bench = Bench(host_slots=8, nvme_bytes=0)
+    prompt, other = bench.prompt(1, 2), bench.prompt(3, 4)
+    bench.store(prompt)
+    lease = bench.load(prompt)
+    assert bench.reserve(bench.prompt(1, 2, 5), grant=lease.grant) == Refused(Reason.GRANT_ENDED)
+    bench.release(lease)
+    ticket = bench.reserve(other, grant=b"ticket")
+    assert isinstance(ticket, Reservation)
+    answer, effects = bench.state.acquire(
+        grant=b"ticket",
+        session=b"engine",
+        group=prompt.group,
+        keys=prompt.keys,
+        max_blocks=2,
+        deadline=bench.now,
+        now=bench.now,
+    )
+    bench.absorb(effects)
+    assert answer == Refused(Reason.GRANT_ENDED)
+    assert not isinstance(answer, Lease)
