@@ -20,6 +20,10 @@ MAX_BLOCKS = 24
 FAMILY = 4
 """So many prompts share their first blocks."""
 
+COMMON_PROMPTS = 24  # every engine's, from 0 on
+DOERS_PROMPTS = 100  # from there on, those of the engine that does what it is told
+OWN_PROMPTS = 10_000  # from the engine's seed times this on, those that only one engine stores
+
 PAGE_BYTES = 4096
 POISON = 0xA5
 GARBAGE = b"half-written by "
@@ -62,11 +66,14 @@ PERSISTENT = [kind.name for kind in KINDS.values() if kind.is_persistent]
 
 def tokens_of(prompt: int, num_blocks: int = MAX_BLOCKS) -> np.ndarray:
     """The first blocks of a prompt: always the same. Prompts of a family begin alike and part in the middle."""
-    family = prompt // FAMILY
-    shared = (2 + family * 5 % 11) * BLOCK_TOKENS
-    begin = np.random.default_rng([1, family]).integers(0, 50_000, shared)
+    shared = shared_blocks(prompt) * BLOCK_TOKENS
+    begin = np.random.default_rng([1, prompt // FAMILY]).integers(0, 50_000, shared)
     rest = np.random.default_rng([2, prompt]).integers(0, 50_000, MAX_BLOCKS * BLOCK_TOKENS - shared)
     return np.concatenate([begin, rest]).astype(np.uint32)[: num_blocks * BLOCK_TOKENS]
+
+
+def shared_blocks(prompt: int) -> int:
+    return 2 + prompt // FAMILY * 5 % 11
 
 
 @functools.lru_cache(4_096)
@@ -100,7 +107,8 @@ def first_wrong(found: np.ndarray, kind: str, prompt: int, rank: int) -> int | N
 
 
 def explain(row: np.ndarray, kind: str, prompt: int, rank: int, block: int, max_prompt: int) -> str:
-    """Where a wrong block is wrong, and whose bytes are there; slow, for a run that has failed anyhow."""
+    """Where a wrong block is wrong, and whose bytes are there; slow, for a run that has failed anyhow. `max_prompt` is
+    the highest that may have been stored."""
     expected = rows_of(kind, prompt, rank, block, 1)[0]
     owners = _owners(max_prompt)
     told = []
@@ -124,9 +132,10 @@ def _owner(page: np.ndarray, owners: dict[bytes, str]) -> str:
 
 
 def _owners(max_prompt: int) -> dict[bytes, str]:
-    owners = {}
+    owners: dict[bytes, str] = {}
+    prompts = [p for p in range(max_prompt + OWN_PROMPTS) if p % OWN_PROMPTS < 10 * DOERS_PROMPTS]
     for kind in KINDS.values():
-        for prompt in range(max_prompt + 1):
+        for prompt in prompts:
             for block, key in enumerate(split_keys(keys_of(kind.name, prompt))):
                 for rank in range(kind.ranks):
                     content = blake3(key + bytes([rank])).digest(length=kind.block_bytes)

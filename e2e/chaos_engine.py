@@ -28,8 +28,10 @@ import numpy as np
 import zmq
 
 from e2e.chaos_bytes import (
+    COMMON_PROMPTS,
     KINDS,
     MAX_BLOCKS,
+    OWN_PROMPTS,
     PERSISTENT,
     POISON,
     explain,
@@ -51,10 +53,6 @@ memory it had from it, for which there would be no room otherwise."""
 
 FRESH_SECONDS = 0.7
 """An engine begins a prompt that nobody has stored yet at most so often, which bounds what a run writes."""
-
-COMMON_PROMPTS = 24
-OWN_PROMPTS = 1_000
-"""Fresh prompts of the engine with seed n are numbered from n * OWN_PROMPTS on."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from e2e.chaos_barriers import FOLDER, Barriers
-from e2e.chaos_bytes import MAX_BLOCKS, PERSISTENT
+from e2e.chaos_bytes import DOERS_PROMPTS, MAX_BLOCKS, PERSISTENT, shared_blocks
 from e2e.chaos_engine import Engine
 from e2e.harness import Node, NodeLeftover, environment, wait_until
 from tierkv.wire.messages import StatusReply
@@ -169,7 +169,7 @@ class Chaos:
         self._dead = 0  # the pid of the last of these
         self._arenas: set[str] = set()  # inodes of the memory that the node has had
         self._log_read = 0
-        self._next_prompt = 0  # of those that only this process has stored
+        self._next_prompt = DOERS_PROMPTS
 
     def __enter__(self) -> Self:
         return self
@@ -266,12 +266,12 @@ class Chaos:
         return self._doer
 
     def fresh(self) -> dict[str, Any]:
-        """A prompt that nobody has stored."""
+        """A prompt that nobody has stored, and more of it than it shares with others."""
         self._next_prompt += 1
         return {
             "kind": self._random.choice(PERSISTENT),
             "prompt": self._next_prompt,
-            "blocks": self._random.randint(3, MAX_BLOCKS),
+            "blocks": self._random.randint(shared_blocks(self._next_prompt) + 1, MAX_BLOCKS),
         }
 
     def flushed(self) -> dict[str, Any]:
