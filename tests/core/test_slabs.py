@@ -117,6 +117,13 @@ def test_a_slab_that_is_filled_and_drained_again_and_again_leaves_nothing_behind
     assert sum(len(bases) for bases in pool._open.values()) <= 2
 
 
+def test_slots_of_a_slab_that_comes_late_are_in_order_too() -> None:
+    pool = pool_of(6, 3)
+    low = pool.allocate(PAGE, 4)[:3]
+    pool.release(low)
+    assert pool.allocate(PAGE, 3) == [0, 4 * PAGE, 5 * PAGE]
+
+
 @dataclass(frozen=True)
 class Held:
     slot: int

@@ -60,7 +60,7 @@ class SlabPool:
         return self._free_slots.get(slot_bytes, 0) + self._assignable() * (self.slab_bytes // slot_bytes)
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
-        """Up to `count` slots, lowest first."""
+        """Up to `count` slots, in ascending order."""
         slots: list[int] = []
         while len(slots) < count:
             slab = self._slab_with_room(slot_bytes)
@@ -74,6 +74,7 @@ class SlabPool:
                 heapq.heappop(self._open[slot_bytes])  # this slab; its next free slot puts it back
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) - len(slots)
         self.used_bytes += len(slots) * slot_bytes
+        slots.sort()  # a slab that is new here may lie below one that had room left
         return slots
 
     def release(self, slots: list[int]) -> None:
