@@ -51,7 +51,7 @@ class Cascade:
         self._failed_writes: dict[Extent, Reason] = {}
         self._written_bytes: dict[Extent, int] = {}
         self._retries: list[tuple[float, Extent, int]] = []
-        self._unwritten: dict[Extent, None] = {}
+        self._unwritten: dict[Extent, bool] = {}  # -> whether it is written again as soon as its file is removed
         self._file_owners: dict[bytes, Extent] = {}  # key -> whose file is being written or removed under that name
         self._writes_in_flight = 0
         self._reads_in_flight = 0
@@ -358,10 +358,11 @@ class Cascade:
             Dropped(group=extent.group, key=extent.key, blocks=extent.num_blocks, num_bytes=num_bytes, reason=reason)
         )
 
-    def _mark_unwritten(self, extent: Extent) -> None:
-        """Sealed, meant for NVMe, not there for a cause that may pass: tried again when the tier is well."""
+    def _mark_unwritten(self, extent: Extent, *, at_once: bool = False) -> None:
+        """Sealed, meant for NVMe, not there for a cause that may pass: tried again when the tier is well again. Not
+        `at_once` after a write that failed, for the next one may fail as well, without end."""
         if extent.in_tree:
-            self._unwritten[extent] = None
+            self._unwritten[extent] = at_once
 
     def _may_be_written_again(self, extent: Extent) -> bool:
         return (
@@ -446,7 +447,7 @@ class Cascade:
         extent.move(NvmeEvent.LOST)
         self._issue_removes(extent)
         self.cut_safely(extent, extent.host_blocks, now)
-        self._mark_unwritten(extent)
+        self._mark_unwritten(extent, at_once=True)
         self._neighbours_changed(extent)
 
     def cut_safely(self, extent: Extent, num_blocks: int, now: float) -> None:
@@ -506,7 +507,7 @@ class Cascade:
         self._ledger.group_of(extent).nvme_bytes -= extent.nvme_bytes
         extent.nvme_bytes = 0
         extent.move(NvmeEvent.REMOVED)
-        if extent in self._unwritten and self.is_writable and self._may_be_written_again(extent):
+        if self._unwritten.get(extent) and self.is_writable and self._may_be_written_again(extent):
             self._admit(extent, now)
         self._neighbours_changed(extent)
         self.pump(now)
@@ -705,6 +706,8 @@ class Cascade:
                     del self._unwritten[extent]
                 elif self._may_be_written_again(extent):
                     self._admit(extent, now)
+                else:
+                    self._unwritten[extent] = True
         self.shrink(now)
         self.pump(now)
 
