@@ -202,6 +202,7 @@ def test_a_file_of_a_newer_version_is_neither_read_nor_replaced_nor_taken_for_da
     failed = write_extent(directory, sample.arena, sample.write_order(), identity=sample.identity)
     assert isinstance(failed, Failure)
     assert failed.reason == Reason.UNKNOWN_FORMAT
+    assert not remove_extent(directory, sample.name)
     assert path_of(directory, sample.name).read_bytes() == newer
     assert temp_files(directory) == []
 
@@ -387,6 +388,7 @@ def test_what_is_no_regular_file_is_left_alone(directory: DataDirectory, make: o
     failed = write_extent(directory, sample.arena, sample.write_order(), identity=sample.identity)
     assert isinstance(failed, Failure)
     assert (failed.reason, failed.operation) == (Reason.IO_ERROR, "rename")
+    assert not remove_extent(directory, sample.name)
     assert path.lstat().st_ino == before.st_ino
     assert temp_files(directory) == []
 
@@ -546,13 +548,13 @@ def test_removing_unlinks_the_file_and_an_empty_folder(directory: DataDirectory)
     assert not remove_extent(directory, sample.name)
 
 
-def test_removing_a_link_leaves_what_it_points_to(directory: DataDirectory) -> None:
+@pytest.mark.parametrize("content", [b"", b"x" * 5_000])
+def test_removing_takes_a_damaged_file_as_well(directory: DataDirectory, content: bytes) -> None:
     sample = Sample()
-    path = path_of(directory, sample.name)
-    path.parent.mkdir(parents=True)
-    make_link(path)
+    sample.write(directory)
+    path_of(directory, sample.name).write_bytes(content)
     assert remove_extent(directory, sample.name)
-    assert (path.parents[6] / "outside").read_bytes() == b"mine"
+    assert not path_of(directory, sample.name).exists()
 
 
 def test_a_removed_data_directory_is_named_and_no_disk_full(directory: DataDirectory, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def write_extent(
             reached("temp_written")
             size = payload.offset
             reached("before_rename")
-            temp.publish(name.folder, name.file, refuse=lambda folder_fd: _refuse_to_replace(folder_fd, name.file))
+            temp.publish(name.folder, name.file, refuse=lambda folder_fd: _require_ours(folder_fd, name.file))
             reached("renamed")
     except StorageError as error:
         return _write_failure(directory, error)
@@ -211,9 +211,9 @@ def _slots(arena: memoryview, offsets: list[int], block_bytes: int) -> list[memo
     return [arena[offset : offset + size] for offset in offsets]
 
 
-def _refuse_to_replace(folder_fd: int, file: str) -> None:
-    """Nothing there, or a file of a version we know, or one that is damaged or can't be read, may be replaced. Raises
-    UnknownFormat or ForeignFile for the rest."""
+def _require_ours(folder_fd: int, file: str) -> None:
+    """Nothing there, or a file of a version we know, or one that is damaged or can't be read, may be replaced or
+    removed. Raises UnknownFormat or ForeignFile for the rest."""
     try:
         with open_regular(folder_fd, file) as (fd, found):
             start = call("pread", os.pread, fd, PREFIX_BYTES, 0)
@@ -291,13 +291,20 @@ def verify_file(
 
 
 def remove_extent(directory: DataDirectory, name: ExtentName) -> bool:
-    """Unlink a file, and its folder when that was the last one; says whether there was one. Raises StorageError."""
+    """Unlink a file of ours, and its folder when that was the last one; says whether there was one. Raises StorageError.
+
+    What else has its name (a file of a newer version, a link) is left: a write that was refused because of it is given
+    up by removing what the write may have left.
+    """
     *above, shelf = name.folder
     try:
         with directory.folder(tuple(above)) as namespace_fd:
             with directory.folder(name.folder) as folder_fd:
+                _require_ours(folder_fd, name.file)
                 call("unlink", os.unlink, name.file, dir_fd=folder_fd)
             _remove_if_empty(namespace_fd, shelf)
+    except (UnknownFormat, ForeignFile):
+        return False
     except StorageError as error:
         if error.errno_name != "ENOENT":
             raise
