@@ -9,12 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COMMAND = Path(sys.executable).with_name("tierkv")
 READY_SECONDS = 120.0
 END_SECONDS = 30.0
+LOOK_SECONDS = 0.05
 
 
 class NodeFailed(Exception):
@@ -42,10 +43,6 @@ class Node:
             self.kill()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def _wait_ready(self, until: float) -> None:
         assert self._process.stdout is not None
         heard = b""
@@ -57,6 +54,14 @@ class Node:
             if not part:
                 raise NodeFailed(f"it ended before it was ready: {self._log_tail()}")
             heard += part
+
+    def host_memory(self) -> int:
+        """Bytes of the arena that are in memory by now: a memfd that the supervisor holds."""
+        for descriptor in Path(f"/proc/{self._process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed between the listing and the look
+                if os.readlink(descriptor).startswith("/memfd:tierkv arena"):
+                    return os.stat(descriptor).st_blocks * 512
+        return 0
 
     def stop(self) -> None:
         """In good order: what is not on disk yet is written."""
@@ -82,7 +87,7 @@ class Node:
 
 
 @contextmanager
-def running_node(**settings: object) -> Iterator[Node]:
+def started_node(**settings: object) -> Iterator[Node]:
     """A node that is stopped at the end. Its sockets lie in a short directory: their paths may have 107 bytes only."""
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as folder:
         node = Node(Path(folder) / "node", **settings)
@@ -92,6 +97,18 @@ def running_node(**settings: object) -> Iterator[Node]:
             node.kill()
             raise
         node.stop()
+
+
+@contextmanager
+def running_node(*, host_bytes: int, **settings: object) -> Iterator[Node]:
+    """A node that has all of its host memory: it serves before that, with what it has got so far."""
+    with started_node(host_bytes=host_bytes, **settings) as node:
+        until = time.monotonic() + READY_SECONDS
+        while (found := node.host_memory()) < host_bytes:
+            if time.monotonic() > until:
+                raise NodeFailed(f"after {READY_SECONDS:g} s it has {found} of {host_bytes} bytes of host memory")
+            time.sleep(LOOK_SECONDS)
+        yield node
 
 
 def _own_environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.measure import Plan
-from benchmarks.node import NodeFailed, running_node
+from benchmarks.node import NodeFailed, started_node
 from benchmarks.report import Figure, of_seconds
 from tierkv.client import connect_operator
 
@@ -58,7 +58,7 @@ def _start(data: Path, extents: int, preparations: tuple[Callable[[Path], None],
         prepare(data)
     start = time.perf_counter()
     with (
-        running_node(data_dir=data, host_bytes=HOST_BYTES) as node,
+        started_node(data_dir=data, host_bytes=HOST_BYTES) as node,
         connect_operator(node.endpoint, timeout_seconds=10.0) as operator,
     ):
         found = operator.status().extents
