@@ -804,6 +804,22 @@ def test_a_new_extent_waits_for_the_write_of_a_condemned_one_of_the_same_name() 
     assert len(bench.disk.files) == 1
 
 
+@pytest.mark.parametrize("end", ["the write is done", "the worker dies"])
+def test_what_is_left_of_an_extent_found_bad_while_it_was_written_is_written_again(end: str) -> None:
+    bench = Bench(host_slots=4)
+    prompt = bench.prompt(1, 2)
+    bench.store(prompt)
+    bench.seal(prompt)
+    bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, 1, bench.now))
+    if end == "the worker dies":
+        bench.worker.die(1)
+        bench.absorb(bench.state.worker_died(bench.now))
+        bench.absorb(bench.state.worker_started(bench.now))
+    bench.work()
+    assert bench.flushed(prompt) == 1
+    assert [file.keys for file in bench.disk.files.values()] == [prompt.first(1).keys]
+
+
 def test_a_seal_that_waits_is_answered_when_all_is_flushed_or_by_its_deadline() -> None:
     bench = Bench(host_slots=4)
     prompt = bench.prompt(1, 2)

@@ -326,6 +326,7 @@ class Cascade:
             ledger.counts.flushed_extents += 1
             if extent.condemned or not extent.in_tree:
                 extent.move(NvmeEvent.LOST)
+                self._mark_unwritten(extent, at_once=True)  # what is left of it is good
                 self._issue_removes(extent)
         ledger.unhold(extent, _WRITE_HOLD)
         self._neighbours_changed(extent)
@@ -672,6 +673,7 @@ class Cascade:
             if extent.in_tree and not extent.condemned:
                 self._write_queue.appendleft(extent)
             else:
+                self._mark_unwritten(extent, at_once=True)
                 self._drop_queued(extent, Reason.WORKER_DIED, now)
             ledger.reconsider(extent)
         self._reads_in_flight = self._writes_in_flight = 0
