@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -89,9 +90,13 @@ class Prompt:
     def block_tokens(self) -> int:
         return self.spec.identity.layout.block_tokens
 
-    @property
+    @cached_property
     def keys(self) -> bytes:
         return chain_keys(self.group, pack_tokens(self.tokens), self.block_tokens)
+
+    @cached_property
+    def block_keys(self) -> list[bytes]:
+        return split(self.keys)
 
     @property
     def blocks(self) -> int:
@@ -101,7 +106,7 @@ class Prompt:
         return Prompt(self.spec, self.tokens[: blocks * self.block_tokens])
 
     def key(self, index: int) -> bytes:
-        return key_at(self.keys, index)
+        return self.block_keys[index]
 
     def tokens_from(self, first: int) -> bytes:
         """Packed tokens of the full blocks from `first` on."""

@@ -56,7 +56,7 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaini
 settings.register_profile(
     "ci",
     phases=PHASES,
-    max_examples=100,
+    max_examples=150,
     stateful_step_count=60,
     derandomize=True,
     deadline=None,
@@ -151,6 +151,7 @@ class Incarnation:
     tickets: dict[bytes, Ticket] = field(default_factory=dict)
     holdings: dict[bytes, Holding] = field(default_factory=dict)
     sessions: list[bytes] = field(default_factory=list)
+    handed_out: dict[int, int] = field(default_factory=dict)  # slot -> generation, when it was last written to
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -160,7 +161,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.numbers = 0
         self.disk = Disk()
         self.prompts: list[Prompt] = []
-        self.recent: list[Prompt] = []
 
     # ---- the world's shape
 
@@ -173,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
         block_tokens=st.integers(1, 2),
         ranks=st.integers(1, 2),
         second_group=st.sampled_from([None, None, "salted", "wide", "fleeting"]),
-        session_slots=st.sampled_from([2, 100, 100]),
+        session_slots=st.sampled_from([100, 100, 100, 3]),
         inflight=st.integers(1, 2),
     )
     def begin(
@@ -222,7 +222,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.promised: list[Promised] = []
         self.old: list[Incarnation] = []
         self.start_front()
-        for _ in range(draw.draw(st.integers(0, 3))):
+        if draw.draw(st.booleans()):  # a disk with something on it
+            for _ in range(3):
+                self._store(draw, "seal")
+                self.work_until_quiet()
+            self.start_front()
+        for _ in range(draw.draw(st.integers(0, 2))):
             self._store(draw, draw.draw(st.sampled_from(["", "seal", "flush"])))
 
     def start_front(self) -> None:
@@ -278,8 +283,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.here.sessions.append(session)
 
     def prompt(self, draw: st.DataObject) -> Prompt:
-        """Any prompt, or one of the last that were stored."""
-        whole = draw.draw(st.sampled_from(self.recent * len(self.prompts) + self.prompts))
+        """Any prompt, more often one of which something is cached."""
+        cached = [prompt for prompt in self.prompts if self.state.match(prompt.group, prompt.keys).blocks]
+        whole = draw.draw(st.sampled_from(cached * 4 + self.prompts))
         blocks = draw.draw(st.sampled_from([MAX_BLOCKS, MAX_BLOCKS, MAX_BLOCKS, 3, 2, 1, 0]))
         return whole.first(blocks)
 
@@ -332,7 +338,6 @@ class CacheMachine(RuleBasedStateMachine):
     def _store(self, draw: st.DataObject, then: str) -> None:
         """What engines do most of the time: each rank reserves what is missing of a prompt, writes, commits."""
         prompt = draw.draw(st.sampled_from(self.prompts)).first(draw.draw(st.sampled_from([2, 3, 1, 4, 5])))
-        self.recent = [prompt, *self.recent][:4]
         for rank in draw.draw(st.permutations(range(prompt.spec.identity.parallel.shards))):
             session = draw.draw(st.sampled_from(self.here.sessions))
             ticket = self.do_reserve(prompt, rank, 0, grant=self.name("ticket"), session=session, holder=session)
@@ -385,7 +390,7 @@ class CacheMachine(RuleBasedStateMachine):
             "tokens": prompt.tokens_from(first),
         }
         taken = self.slots_of_engines() | self.worker.slots_in_use()
-        visible = split(prompt.keys)[: self.state.match(prompt.group, prompt.keys).blocks]
+        visible = prompt.block_keys[: self.state.match(prompt.group, prompt.keys).blocks]
         answer, effects = self.state.reserve(**arguments, now=self.now)
         self.absorb(effects)
         if is_reply_lost:
@@ -401,6 +406,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_reservation(ticket)
         assert not set(ticket.keys) & set(visible), "asked to store again what can be matched"
         assert not taken & set(answer.offsets), "slots were handed out that somebody still uses"
+        for offset, generation in zip(answer.offsets, answer.generations, strict=True):
+            assert generation > self.here.handed_out.get(offset, -1), "a late reader could not tell"
+            self.here.handed_out[offset] = generation
         if not answer.offsets:
             return None
         self.here.tickets[grant] = ticket
@@ -454,15 +462,22 @@ class CacheMachine(RuleBasedStateMachine):
         answer, effects = self.state.commit(ticket.grant, self.now)
         self.absorb(effects)
         assert isinstance(answer, Committed)
+        matched = self.state.match(ticket.prompt.group, ticket.prompt.keys).blocks
+        assert answer.visible == sum(index < matched for index in ticket.granted)
         assert answer.visible + answer.staged == len(ticket.granted)
         if twice:
             again, effects = self.state.commit(ticket.grant, self.now)
             assert again == answer
             self.absorb(effects)
 
-    @rule(draw=st.data(), verb=st.sampled_from(["commit", "abort", "release", "reserve", "acquire"]))
-    def come_late(self, draw: st.DataObject, verb: str) -> None:
+    @rule(draw=st.data())
+    def engines_say_something_else(self, draw: st.DataObject) -> None:
+        kinds = [self.come_late, self.end_a_grant_before_it_is_asked_for, self.seal, self.report_bad, self.warm_up]
+        draw.draw(st.sampled_from(kinds))(draw)
+
+    def come_late(self, draw: st.DataObject) -> None:
         """A verb about a grant that is over, or that was never heard of."""
+        verb = draw.draw(st.sampled_from(["commit", "abort", "release", "reserve", "acquire"]))
         grant = draw.draw(st.sampled_from([*self.ended, b"from another front".ljust(20)[:16]]))
         counts = (self.state.num_tickets, self.state.num_leases)
         if verb == "commit":
@@ -487,8 +502,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.ended.setdefault(grant, "ended early")
         assert counts == (self.state.num_tickets, self.state.num_leases)
 
-    @rule(draw=st.data(), verb=st.sampled_from(["abort", "release"]))
-    def end_a_grant_before_it_is_asked_for(self, draw: st.DataObject, verb: str) -> None:
+    def end_a_grant_before_it_is_asked_for(self, draw: st.DataObject) -> None:
+        verb = draw.draw(st.sampled_from(["abort", "release"]))
         grant = self.name("early")
         session = draw.draw(st.sampled_from(self.here.sessions))
         self.ended[grant] = "ended early"
@@ -542,7 +557,7 @@ class CacheMachine(RuleBasedStateMachine):
         max_blocks: int = MAX_BLOCKS,
         is_revocable: bool = False,
         is_reply_lost: bool = False,
-    ) -> None:
+    ) -> Holding:
         ranks = range(prompt.spec.identity.parallel.shards)
         session = draw.draw(st.sampled_from(self.here.sessions))
         holders = {rank: draw.draw(st.sampled_from(self.here.sessions)) for rank in ranks}
@@ -586,6 +601,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert again == answer
             elif isinstance(answer, Waiting):
                 assert isinstance(again, Waiting) or again == holding.answer or again.blocks == 0
+        return holding
 
     def accept(self, holding: Holding, answer: Lease) -> None:
         assert holding.answer is None, "a request was answered twice"
@@ -658,9 +674,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.let_go(holding, rank)
         self.absorb(self.state.end_session(session, self.now))
 
-    @rule(draw=st.data(), waits=st.booleans(), seconds=st.sampled_from([0.0, 3.0, 30.0]))
-    def seal(self, draw: st.DataObject, waits: bool, seconds: float) -> None:
-        self.do_seal(self.prompt(draw), waits=waits, seconds=seconds)
+    def seal(self, draw: st.DataObject) -> None:
+        seconds = draw.draw(st.sampled_from([0.0, 3.0, 30.0]))
+        self.do_seal(self.prompt(draw), waits=draw.draw(st.booleans()), seconds=seconds)
 
     def do_seal(self, prompt: Prompt, *, waits: bool, seconds: float) -> None:
         seal_id = self.number()
@@ -686,7 +702,7 @@ class CacheMachine(RuleBasedStateMachine):
         prompt, _ = self.waiting_seals.pop(seal_id)
         assert answer.flushed_blocks <= answer.blocks
         for rank in range(prompt.spec.identity.parallel.shards):
-            flushed = set(split(prompt.keys)[: answer.flushed_blocks])
+            flushed = set(prompt.block_keys[: answer.flushed_blocks])
             right = self.disk.right_keys(prompt.group, rank) | self.disk.harmed_keys(prompt.group, rank)
             assert flushed <= right, "reported flushed, and not there"
         self.promised.append(Promised(prompt, answer.flushed_blocks))
@@ -698,11 +714,11 @@ class CacheMachine(RuleBasedStateMachine):
             for rank in range(promise.prompt.spec.identity.parallel.shards):
                 promise.end_before(self.disk.harmed_keys(promise.prompt.group, rank))
 
-    @rule(draw=st.data(), first_bad=st.integers(0, MAX_BLOCKS))
-    def report_bad(self, draw: st.DataObject, first_bad: int) -> None:
+    def report_bad(self, draw: st.DataObject) -> None:
         prompt = self.prompt(draw)
+        first_bad = draw.draw(st.integers(0, MAX_BLOCKS))
         before = self.state.match(prompt.group, prompt.keys).blocks
-        bad = set(split(prompt.keys)[first_bad:])
+        bad = set(prompt.block_keys[first_bad:])
         for _, _, head in [name for name, file in self.disk.files.items() if bad & set(split(file.keys))]:
             self.take_back(prompt.group, head)  # a file goes as a whole
         for promise in self.promised:
@@ -712,15 +728,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- time
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, SEAL_AFTER, 30.0]))
+    @rule(seconds=st.sampled_from([1.0, SEAL_AFTER, 60.0]))
     def time_passes(self, seconds: float) -> None:
+        if seconds >= 60.0:
+            self.much_time_passes()
+            return
         wakeup = self.state.next_wakeup()
         self.now += seconds
         if wakeup is not None:
             self.now = max(self.now - seconds, min(wakeup, self.now))  # the front looks no later than asked
         self.tick()
 
-    @rule()
     def much_time_passes(self) -> None:
         end = self.now + 60.0
         while self.now < end:
@@ -744,6 +762,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.worker.waiting)
     @rule(draw=st.data(), fails=st.sampled_from([False, False, False, True]), leaves=st.booleans())
     def the_worker_does_something(self, draw: st.DataObject, fails: bool, leaves: bool) -> None:
+        self.worker.scribble()
         op = draw.draw(st.sampled_from(self.worker.runnable()))
         reason = draw.draw(st.sampled_from(WRITE_FAILURES)) if fails else None
         self.worker.run(op, reason, leaves_file=leaves, valid=draw.draw(st.integers(0, 2)))
@@ -768,28 +787,33 @@ class CacheMachine(RuleBasedStateMachine):
             self.absorb(self.state.report(self.worker.deliver(), self.now))
 
     def _load(self, draw: st.DataObject) -> None:
-        """A lease that waits for NVMe, a worker that is quick, and no hurry to release."""
-        self.do_acquire(self.prompt(draw), draw, wait=20.0)
-        if draw.draw(st.booleans()):
+        """A lease that waits for NVMe; a worker and a reader that are quick, or not."""
+        if not self.state.num_extents:
+            self._store(draw, "seal")  # or there is nothing to load
+        holding = self.do_acquire(self.prompt(draw), draw, wait=20.0)
+        haste = draw.draw(st.sampled_from(["", "work", "work and release", "release"]))
+        if haste.startswith("work"):
             self.work_until_quiet()
+        if haste.endswith("release") and holding.grant in self.here.holdings:
+            self.let_go(holding, None)
+            self.absorb(self.state.release(holding.grant, None, self.now))
 
     load = rule(draw=st.data())(_load)
     load_more = rule(draw=st.data())(_load)
-
-    @rule()
-    def a_read_is_half_done(self) -> None:
-        self.worker.scribble()
 
     @rule(draw=st.data())
     def something_happens_to_the_machine(self, draw: st.DataObject) -> None:
         kinds: list[Callable[[st.DataObject], None]] = []
         if self.is_worker_up:
             kinds += [self.the_tier_is_looked_at, self.other_data_take_room, *[self.the_worker_dies] * 3]
-        if self.disk.files:
+        if any(file.content for file in self.disk.files.values()):
             kinds += [self.the_disk_is_harmed] * 2 + [self.the_disk_is_scrubbed] * 2
         if self.old:
             kinds += [self.the_engines_of_an_old_front_end] * 4 + [self.the_engines_of_an_old_front_go_on]
-        kinds += [self.the_front_restarts, self.the_node_stops] if self.limits.nvme_bytes else [self.the_front_restarts]
+        if self.is_worker_up:
+            kinds += [self.the_front_restarts, self.the_node_stops]
+        if not kinds:
+            kinds += [self.the_front_restarts, self.warm_up, self.warm_up, self.warm_up, self.warm_up]
         draw.draw(st.sampled_from(kinds))(draw)
 
     def the_worker_dies(self, draw: st.DataObject) -> None:
@@ -811,7 +835,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.real_bytes = self.booked_bytes()
 
     def the_disk_is_harmed(self, draw: st.DataObject) -> None:
-        name = draw.draw(st.sampled_from(list(self.disk.files)))
+        name = draw.draw(st.sampled_from([name for name, file in self.disk.files.items() if file.content]))
         if draw.draw(st.booleans()):
             self.disk.lose(name)
         else:
@@ -843,9 +867,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- operators
 
-    @rule(draw=st.data(), budget=st.sampled_from([0, PAGE, 10 * PAGE]), cancels=st.booleans())
-    def warm_up(self, draw: st.DataObject, budget: int, cancels: bool) -> None:
-        if cancels and self.warmups:
+    def warm_up(self, draw: st.DataObject) -> None:
+        budget = draw.draw(st.sampled_from([0, PAGE, 10 * PAGE]))
+        if self.warmups and draw.draw(st.booleans()):
             self.absorb(self.state.cancel_warmup(self.warmups.pop(), self.now))
             return
         job = self.name("warmup")
