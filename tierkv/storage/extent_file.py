@@ -291,9 +291,10 @@ def verify_file(
 
 
 def remove_extent(directory: DataDirectory, name: ExtentName) -> bool:
-    """Unlink a file of ours, and its folder when that was the last one; says whether there was one.
+    """Unlink a file of ours, and its folder when that was the last one; says whether there was one. Raises
+    StorageError.
 
-    Raises StorageError. What else has its name (a file of a newer version, a link) is left: a write that was refused because of it is given
+    What else has its name (a file of a newer version, a link) is left: a write that was refused because of it is given
     up by removing what the write may have left.
     """
     *above, shelf = name.folder
