@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from e2e.chaos_bytes import GARBAGE
 from tierkv.core.instructions import Read, Write
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.extent_file import ReadOutcome
+from tierkv.storage.extent_file import ReadOutcome, Verified
 from tierkv.storage.names import ExtentName, Parts
 from tierkv.workers.files import Files
 
@@ -83,6 +84,10 @@ class HeldFiles(Files):
         outcome = super().read(directory, arena, read, identity)
         reach("read_done")
         return outcome
+
+    def verify(self, directory: DataDirectory, name: ExtentName, pause: Callable[[int], None]) -> Verified:
+        reach("scrubbing")
+        return super().verify(directory, name, pause)
 
     def remove(self, directory: DataDirectory, name: ExtentName) -> bool:
         reach("before_remove")

@@ -1,13 +1,13 @@
 """Kill everything of ours under load, again and again, and see that nothing is ever wrong and nothing flushed is lost.
 
-    python -m e2e.chaos_run [--kills N] [--seed N] [--keep FOLDER]
+    python -m e2e.chaos_run [--kills N] [--seed N] [--only CONDITIONS] [--keep FOLDER]
 
 A run is a node with little memory, engines that store and load without end, and a plan: who is killed, and when. Half
 of the kills and more come while somebody is held at a barrier (chaos_barriers), or an engine is caught between two
 steps; the others come at any moment. After each kill the node must come back by itself (when its supervisor was killed,
 by being started), what was reported flushed must be found at once, and whatever is loaded must be right to the byte.
-Two runs: in one NVMe has room for all, so that all that was flushed must be there; in the other it has not, so that
-extents are evicted and files removed all the time.
+Conditions differ: NVMe has room for all, so that all that was flushed must be there; or it has not, so that extents are
+evicted and files removed all the time; or the disk fails now and then; or both.
 
 A plan follows from its seed; how the processes interleave doesn't.
 """
@@ -15,16 +15,13 @@ A plan follows from its seed; how the processes interleave doesn't.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import queue
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,15 +31,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from e2e.chaos_barriers import FOLDER, Barriers
-from e2e.chaos_bytes import DOERS_PROMPTS, MAX_BLOCKS, PERSISTENT, shared_blocks
+from e2e.chaos_bytes import COMMON_PROMPTS, DOERS_PROMPTS, MAX_BLOCKS, PERSISTENT, shared_blocks
 from e2e.chaos_engine import Engine
+from e2e.chaos_process import EngineProcess
+from e2e.chaos_scenarios import (
+    BACK_SECONDS,
+    ROUND,
+    ROUND_OF_EVICTIONS,
+    ROUND_OF_FAULTS,
+    Scenario,
+    make_plan,
+)
 from e2e.harness import Node, NodeLeftover, environment, wait_until
 from tierkv.wire.messages import StatusReply
 
-REPLACED = ("files=e2e.chaos_barriers:HeldFiles", "worker=e2e.chaos_worker", "front=e2e.chaos_front")
-BACK_SECONDS = 20.0
+REPLACED = ("worker=e2e.chaos_worker", "front=e2e.chaos_front")
 HELD_SECONDS = 15.0
-ANSWER_SECONDS = 20.0
+FIRST_CLAIMS = 15
 LOADS_OF_A_LOOK = 25
 MATCHES_OF_A_LOOK = 150
 SIGNS_OF_BUGS = ("Traceback", "can't be trusted", "BrokenInvariant", "a bug in the node")
@@ -51,69 +56,22 @@ Claim = tuple[str, int]
 """Kind and prompt, of which so many blocks were reported flushed."""
 
 
-class EngineProcess:
-    """e2e.chaos_engine as a process. `take_events` gives what it has said by itself since the last time."""
+@dataclass(frozen=True)
+class Conditions:
+    """`evicts`: what was flushed may be gone, but never wrong."""
 
-    def __init__(self, endpoint: Path, seed: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "e2e.chaos_engine", str(endpoint), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what it died of it says on stdout
-            text=True,
-            env=environment(),
-        )
-        self.pid = self._process.pid
-        self._replies: queue.Queue[Any] = queue.Queue()
-        self._events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._owed = 1
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+    name: str
+    scenarios: list[Scenario]
+    nvme_bytes: str = "1GiB"
+    files: str = "e2e.chaos_barriers:HeldFiles"
+    evicts: bool = False
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if not line.endswith("\n"):
-                return  # it was killed while it spoke
-            said = json.loads(line)
-            if "event" in said:
-                self._events.put(said)
-            else:
-                self._replies.put(said["reply"])
 
-    def take_events(self) -> Iterator[dict[str, Any]]:
-        while not self._events.empty():
-            yield self._events.get()
-
-    def send(self, do: str, **arguments: Any) -> None:
-        """Its reply comes before those to what follows."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-        self._owed += 1
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        self.send(do, **arguments)
-        return self.last_reply()
-
-    def last_reply(self) -> Any:
-        """To what was sent last; those before are let go."""
-        reply = None
-        while self._owed:
-            try:
-                reply = self._replies.get(timeout=ANSWER_SECONDS)
-            except queue.Empty:
-                raise AssertionError(f"engine {self.pid} gave no answer: {[*self.take_events()]}") from None
-            self._owed -= 1
-        return reply
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+ROOMY = Conditions("roomy", ROUND)
+CRAMPED = Conditions("cramped", ROUND_OF_EVICTIONS, nvme_bytes="6MiB", evicts=True)
+FAILING = Conditions("failing", ROUND_OF_FAULTS, files="e2e.chaos_faults:FaultyFiles")
+WORST = Conditions("worst", ROUND_OF_EVICTIONS, nvme_bytes="6MiB", files="e2e.chaos_faults:FaultyFiles", evicts=True)
+ALL_CONDITIONS = (ROOMY, CRAMPED, FAILING, WORST)
 
 
 @dataclass
@@ -121,6 +79,7 @@ class Verdict:
     """What came of a run. `absent` counts what was flushed and evicted since, `slowest` is the longest time in seconds
     from a kill until everybody was served again."""
 
+    conditions: str
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
     held: int = 0
@@ -137,7 +96,7 @@ class Verdict:
         for what, count in self.kills.items():
             victims[what.split()[0]] += count
         return (
-            f"seed {self.seed}: {self.kills.total()} kills, {self.held} of them held "
+            f"{self.conditions}, seed {self.seed}: {self.kills.total()} kills, {self.held} of them held "
             f"({', '.join(f'{count} {victim}' for victim, count in sorted(victims.items()))}); "
             f"{self.flushed} prefixes flushed, {self.checked} blocks checked, {len(self.wrong)} wrong, "
             f"{len(self.lost)} lost, {self.absent} evicted; back within {self.slowest:.1f} s; {self.seconds:.0f} s"
@@ -145,19 +104,19 @@ class Verdict:
 
 
 class Chaos:
-    """One run. `evicts`: NVMe is too small for what is stored, so that what was flushed may be gone, never wrong."""
+    """One run."""
 
-    def __init__(self, folder: Path, *, seed: int, evicts: bool = False) -> None:
-        self.verdict = Verdict(seed)
-        self.evicts = evicts
+    def __init__(self, folder: Path, conditions: Conditions, seed: int) -> None:
+        self.verdict = Verdict(conditions.name, seed)
+        self._conditions = conditions
         self._random = random.Random(seed)
         self._barriers = Barriers(folder / "barriers")
         os.environ[FOLDER] = str(folder / "barriers")
         self.node = Node(
             folder,
-            replaced=REPLACED,
+            replaced=(f"files={conditions.files}", *REPLACED),
             host_bytes="8MiB",
-            nvme_bytes="6MiB" if evicts else "1GiB",
+            nvme_bytes=conditions.nvme_bytes,
             seal_after_seconds="1",
             lock_wait_seconds="10",
         )
@@ -205,7 +164,6 @@ class Chaos:
             with suppress(NodeLeftover):  # its sockets, which the next start replaces; children end a moment later
                 self.node.stop(signal.SIGKILL)
             wait_until(lambda: not self.node.survivors(), "all processes of a killed supervisor are gone", 10.0)
-            self._deaths.clear()
         else:
             self._dead = self.node.pid(victim)
             os.kill(self._dead, signal.SIGKILL)
@@ -216,13 +174,17 @@ class Chaos:
     def wait_back(self, victim: str) -> None:
         """Until the node serves again, by itself, or started where nobody is left to do that."""
         if victim == "supervisor":
-            self._barriers.clear()
-            self.node.start()
+            self.start_again()
         self.node.wait_status(self._is_back, f"the node is back after a kill of its {victim}", BACK_SECONDS)
         self._barriers.clear()
         if victim == "engine":
             self._doer = self._add_engine(runs=False)
         self.verdict.slowest = max(self.verdict.slowest, time.monotonic() - self._killed_at)
+
+    def start_again(self) -> None:
+        self._barriers.clear()
+        self._deaths.clear()
+        self.node.start()
 
     def look(self, *, everything: bool = False, loads_too: bool = True) -> None:
         """What was flushed is there, and what is loaded is right."""
@@ -238,7 +200,7 @@ class Chaos:
                 if claim not in gone:
                     self._load(engine, claim)
         for claim in gone:
-            if self.evicts:
+            if self._conditions.evicts:
                 self.verdict.absent += 1
                 del self._claims[claim]
             else:
@@ -285,6 +247,30 @@ class Chaos:
         return wait_until(
             lambda: int(self._doer.ask(do, name="held", **(prompt or self.flushed()))), f"{do} is granted", 10.0
         )
+
+    def see(self) -> dict[Claim, int]:
+        """What is visible of prompts that may be on disk."""
+        prompts = [*range(COMMON_PROMPTS), *range(DOERS_PROMPTS, self._next_prompt + 1)]
+        with Engine(self.node.endpoint, timeout_seconds=5.0) as engine:
+            seen = {(kind, prompt): engine.match(kind, prompt, MAX_BLOCKS) for kind in PERSISTENT for prompt in prompts}
+        return {claim: blocks for claim, blocks in seen.items() if blocks}
+
+    def claim(self, seen: dict[Claim, int]) -> None:
+        """This much must be there from now on."""
+        for claim, blocks in seen.items():
+            self._claims[claim] = max(blocks, self._claims.get(claim, 0))
+
+    @contextmanager
+    def operator(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """Somebody types a command. Its end is awaited in the block."""
+        typed = [sys.executable, "-m", "tierkv_cli.main", *arguments, "--endpoint", str(self.node.endpoint)]
+        with subprocess.Popen(
+            typed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+        ) as command:
+            try:
+                yield command
+            finally:
+                command.kill()
 
     def hold(self, stage: str, cause: Callable[[], None]) -> None:
         """Until somebody is held at `stage`, which `cause` brings about, at last when it is repeated."""
@@ -347,13 +333,14 @@ class Chaos:
     # ---- what is known to be flushed
 
     def _store_some(self) -> None:
-        for _ in range(20):
+        def are_enough() -> bool:
             fresh = self.fresh()
             self._doer.ask("store", **fresh)
             self._doer.ask("seal", **fresh)
-        self.node.wait_status(self._is_back, "the node works", BACK_SECONDS)
-        self._take_events()
-        assert len(self._claims) >= 15, f"{len(self._claims)} of 20 prompts were flushed"
+            self._take_events()
+            return len(self._claims) >= FIRST_CLAIMS
+
+        wait_until(are_enough, f"{FIRST_CLAIMS} prompts are flushed", 30.0)
 
     def _take_events(self) -> None:
         for engine in self._engines:
@@ -364,7 +351,7 @@ class Chaos:
             match said["event"]:
                 case "flushed":
                     claim = said["kind"], said["prompt"]
-                    self._claims[claim] = max(said["blocks"], self._claims.get(claim, 0))
+                    self.claim({claim: said["blocks"]})
                     self._recent.append(claim)
                     self.verdict.flushed += 1
                 case "checked":
@@ -400,7 +387,7 @@ class Chaos:
             self.verdict.checked += loaded.valid
             if loaded.wrong:
                 self.verdict.wrong.append(loaded.wrong)
-            if loaded.valid >= wanted or (self.evicts and not self._is_there(engine, claim)):
+            if loaded.valid >= wanted or (self._conditions.evicts and not self._is_there(engine, claim)):
                 return
             assert time.monotonic() < deadline, (
                 f"{claim} can't be loaded: {loaded}, not {wanted} blocks; {self.node.status()}"
@@ -423,193 +410,31 @@ class Chaos:
         for engine in list(self._engines):
             engine.ask("run", on=False)
             self._end_engine(engine)
-        self.node.wait_status(
-            lambda s: (s.sessions, s.tickets, s.leases) == (1, 0, 0), "only the one who asks is left", 5.0
-        )
+        used = self._descriptors()
         assert self.node.stop().exit_code == 0
         assert self.node.data_dir is not None
         left = [path for folder in ("tmp", "quarantine") for path in (self.node.data_dir / folder).iterdir()]
         assert not left, left
         assert not (held := _who_maps(self._arenas)), f"processes {held} still map an arena"
-        self.node.start()
+        self.start_again()
+        fresh = self._descriptors()
+        assert all(used[name] <= fresh[name] + 2 for name in used), f"descriptors: {used}, after a fresh start {fresh}"
         self.look(everything=True)
         assert self.node.stop().exit_code == 0
 
-
-@dataclass(frozen=True)
-class Scenario:
-    """One kill and what leads to it. `stage` is a barrier, or a point at which an engine is caught."""
-
-    victim: str
-    stage: str
-    act: Callable[[Chaos, Scenario], None]
-
-    def play(self, chaos: Chaos) -> None:
-        self.act(chaos, self)
-        chaos.look(everything=self.victim == "supervisor")
+    def _descriptors(self) -> dict[str, int]:
+        """Open in each process when nobody but the one who asks is there."""
+        self.node.wait_status(
+            lambda s: (s.sessions, s.tickets, s.leases) == (1, 0, 0), "only the one who asks is left", 5.0
+        )
+        return {name: self.node.descriptors(name) for name in ("supervisor", "front", "storage")}
 
 
-def anytime(chaos: Chaos, scenario: Scenario) -> None:
-    chaos.anytime()
-    if scenario.victim == "engine":
-        chaos.kill_one_that_runs()
-        return
-    chaos.kill(scenario.victim, scenario.stage, held=False)
-    chaos.wait_back(scenario.victim)
-
-
-def while_storing(chaos: Chaos, scenario: Scenario) -> None:
-    """Somebody of the node's own processes is held on the way of an extent to its file."""
-
-    def store() -> None:
-        fresh = chaos.fresh()
-        chaos.doer.send("store", **fresh)
-        chaos.doer.send("start_seal", **fresh)
-
-    chaos.hold(scenario.stage, store)
-    chaos.kill(scenario.victim, scenario.stage)
-    chaos.wait_back(scenario.victim)
-    if scenario.victim != "engine":
-        chaos.doer.last_reply()
-
-
-def while_promoting(chaos: Chaos, scenario: Scenario) -> None:
-    chaos.hold(scenario.stage, lambda: chaos.doer.send("load", **chaos.flushed()))
-    chaos.kill(scenario.victim, scenario.stage)
-    chaos.wait_back(scenario.victim)
-    chaos.doer.last_reply()
-
-
-def while_recovering(chaos: Chaos, scenario: Scenario) -> None:
-    """The first to die is the front; the second dies while what comes after it is not there yet."""
-    chaos.hold(scenario.stage, lambda: _kill_front_once(chaos))
-    chaos.node.wait_status(lambda s: s.state == "recovering", "it recovers")
-    chaos.kill(scenario.victim, scenario.stage)
-    chaos.wait_back(scenario.victim)
-
-
-def _kill_front_once(chaos: Chaos) -> None:
-    if not chaos.node.status() or chaos.node.status().state != "recovering":  # type: ignore[union-attr]
-        chaos.kill("front", "anytime", held=False)
-
-
-def commit_answered_to_nobody(chaos: Chaos, scenario: Scenario) -> None:
-    """The front has decided on a commit and is held before it says so; who asked dies."""
-    with chaos.alone() as doer:
-        chaos.hold(scenario.stage, lambda: doer.send("store", **chaos.fresh()))
-        chaos.kill("engine", scenario.stage)
-        chaos.let_go()
-        chaos.wait_back("engine")
-
-
-def ticket_not_committed(chaos: Chaos, scenario: Scenario) -> None:
-    with chaos.alone():
-        prompt = chaos.fresh()
-        blocks = chaos.until_granted("hold_ticket", **prompt)
-        chaos.kill("engine", scenario.stage)
-        chaos.wait_back("engine")
-        assert chaos.until_granted("hold_ticket", **prompt) == blocks, "slots and keys are free again"
-        chaos.doer.ask("fill", name="held")
-        assert chaos.doer.ask("commit", name="held") == blocks
-
-
-def commit_not_read(chaos: Chaos, scenario: Scenario) -> None:
-    """The commit lies in the front's socket when one of the two dies."""
-    with chaos.alone() as doer:
-        chaos.until_granted("hold_ticket", **chaos.fresh())
-        doer.ask("fill", name="held")
-        with chaos.stopped("front"):
-            doer.ask("send_commit", name="held")
-            chaos.kill(scenario.victim, scenario.stage)
-        chaos.wait_back(scenario.victim)
-        if scenario.victim == "front":
-            assert doer.ask("commit", name="held") == 0, "its session is over"
-
-
-def inside_a_lease(chaos: Chaos, scenario: Scenario) -> None:
-    with chaos.alone():
-        chaos.until_granted("hold_lease")
-        chaos.kill("engine", scenario.stage)
-        chaos.wait_back("engine")
-
-
-def while_copying(chaos: Chaos, scenario: Scenario) -> None:
-    """An engine is in the middle of a copy out of a lease, and of one into a ticket."""
-    with chaos.alone() as doer:
-        blocks = chaos.until_granted("hold_lease")
-        doer.ask("begin_copy", name="held")
-        chaos.until_granted("hold_ticket", **chaos.fresh())
-        chaos.kill(scenario.victim, scenario.stage)
-        chaos.wait_back(scenario.victim)
-        if scenario.victim == "engine":
-            return
-        chaos.look(loads_too=False)  # there is no memory to load into while the old arena is in use
-        doer.ask("scribble", name="held")
-        assert doer.ask("end_copy", name="held") == blocks, "the old arena stays as it was"
-        doer.ask("scribble", name="held")
-        assert doer.ask("commit", name="held") == 0, "a late commit publishes nothing"
-
-
-def _scenarios(act: Callable[[Chaos, Scenario], None], **victims: str) -> list[Scenario]:
-    """`stage=victims`, separated by blanks."""
-    return [Scenario(victim, stage, act) for stage, several in victims.items() for victim in several.split()]
-
-
-ROUND = [
-    *_scenarios(anytime, anytime="front front front storage storage storage supervisor supervisor supervisor"),
-    *_scenarios(anytime, anytime="engine engine engine engine"),
-    *_scenarios(
-        while_storing,
-        temp_written="storage front supervisor",
-        before_rename="storage front supervisor",
-        renamed="storage front supervisor",
-        before_index="storage",
-        indexed="front",
-        before_flush="storage supervisor",
-        flushed="storage front",
-        before_commit="front",
-        committed="front supervisor",
-        before_report="front",
-        reported="front supervisor",
-    ),
-    *_scenarios(while_promoting, read_half="storage front supervisor", read_done="storage front"),
-    *_scenarios(while_recovering, recovering="storage supervisor"),
-    *_scenarios(commit_answered_to_nobody, before_commit="engine", committed="engine"),
-    *_scenarios(ticket_not_committed, reserved="engine"),
-    *_scenarios(commit_not_read, commit_sent="engine front"),
-    *_scenarios(inside_a_lease, leased="engine"),
-    *_scenarios(while_copying, copying="engine front front"),
-]
-"""Where NVMe has room for all."""
-
-ROUND_OF_EVICTIONS = [
-    *_scenarios(anytime, anytime="front storage supervisor"),
-    *_scenarios(while_storing, before_remove="storage front", removed="storage supervisor", renamed="storage"),
-    *_scenarios(while_promoting, read_half="storage"),
-    *_scenarios(while_copying, copying="front"),
-]
-
-
-def make_plan(seed: int, scenarios: list[Scenario], num_kills: int) -> list[Scenario]:
-    """The scenarios in an order of the seed's, over and over until there are enough. Kills of the supervisor are spread
-    evenly: with each the node forgets how often its children have died, and so how long it waits to restart them."""
-    rng = random.Random(seed)
-    plan: list[Scenario] = []
-    while len(plan) < num_kills:
-        starts = [s for s in scenarios if s.victim == "supervisor"]
-        others = [s for s in scenarios if s.victim != "supervisor"]
-        rng.shuffle(starts)
-        rng.shuffle(others)
-        share = -(-len(others) // max(1, len(starts)))
-        while others or starts:
-            plan += others[:share] + starts[:1]
-            del others[:share], starts[:1]
-    return plan[:num_kills]
-
-
-def run(folder: Path, seed: int, num_kills: int, *, evicts: bool) -> Verdict:
-    with Chaos(folder, seed=seed, evicts=evicts) as chaos:
-        return chaos.run(make_plan(seed, ROUND_OF_EVICTIONS if evicts else ROUND, num_kills))
+def run(folder: Path, conditions: Conditions, seed: int, num_kills: int | None = None) -> Verdict:
+    """`num_kills` None: each scenario once."""
+    scenarios = conditions.scenarios
+    with Chaos(folder, conditions, seed) as chaos:
+        return chaos.run(make_plan(seed, scenarios, len(scenarios) if num_kills is None else num_kills))
 
 
 def _arenas_of(pid: int | str) -> set[str]:
@@ -627,15 +452,18 @@ def _who_maps(arenas: set[str]) -> list[int]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m e2e.chaos_run", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kills", type=int, default=len(ROUND) + len(ROUND_OF_EVICTIONS))
+    parser.add_argument(
+        "--kills", type=int, help="scenarios under each of the conditions; each of them once by default"
+    )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=[conditions.name for conditions in ALL_CONDITIONS])
     parser.add_argument("--keep", type=Path, help="keep the data directories and logs there")
     options = parser.parse_args(arguments)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="chaos"))
-    evicting = max(1, options.kills * len(ROUND_OF_EVICTIONS) // (len(ROUND) + len(ROUND_OF_EVICTIONS)))
-    for name, evicts, num_kills in (("roomy", False, options.kills - evicting), ("cramped", True, evicting)):
-        (folder / name).mkdir(parents=True)
-        print(name, run(folder / name, options.seed, num_kills, evicts=evicts), flush=True)
+    for conditions in ALL_CONDITIONS:
+        if options.only in (None, conditions.name):
+            (folder / conditions.name).mkdir(parents=True)
+            print(run(folder / conditions.name, conditions, options.seed, options.kills), flush=True)
     if options.keep is None:
         shutil.rmtree(folder)
     return 0

@@ -11,32 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from e2e.chaos_run import ROUND, ROUND_OF_EVICTIONS, make_plan, run
+from e2e.chaos_run import ALL_CONDITIONS, ROOMY, Conditions, run
+from e2e.chaos_scenarios import ROUND, make_plan
 
 pytestmark = pytest.mark.timeout(600)
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 
 
-def test_what_was_flushed_outlives_fifty_kills_and_nothing_is_ever_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("conditions", ALL_CONDITIONS, ids=lambda conditions: conditions.name)
+def test_what_was_flushed_outlives_every_kill_and_nothing_is_ever_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], conditions: Conditions
 ) -> None:
-    verdict = run(tmp_path, SEED, len(ROUND), evicts=False)
-    with capsys.disabled():
-        print(f"\n{verdict}")
-    assert verdict.kills.total() >= 50
-    assert verdict.held >= 25
-    assert (verdict.wrong, verdict.lost, verdict.absent) == ([], [], 0)
-
-
-def test_what_was_evicted_meanwhile_is_absent_and_nothing_is_ever_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verdict = run(tmp_path, SEED, len(ROUND_OF_EVICTIONS), evicts=True)
+    verdict = run(tmp_path, conditions, SEED)
     with capsys.disabled():
         print(f"\n{verdict}")
     assert (verdict.wrong, verdict.lost) == ([], [])
-    assert verdict.absent > 0
+    assert verdict.held * 2 >= verdict.kills.total()
+    assert (verdict.absent > 0) == conditions.evicts
+    if conditions is ROOMY:
+        assert verdict.kills.total() >= 50
 
 
 def test_a_plan_follows_from_its_seed_and_has_every_scenario() -> None:
