@@ -14,6 +14,7 @@ import pytest
 
 from tests.client.conftest import TOKENS, make_identity, poisoned, stamped
 from tests.client.fake_node import FakeNode, drop, garbage_then_reply, hold, twice
+from tierkv.client import Committed
 from tierkv.client.aio import THREAD_BYTES, Client, Group, connect, connect_operator
 from tierkv.core.reasons import Reason
 from tierkv.errors import LayoutMismatch, NodeUnreachable
@@ -121,6 +122,18 @@ def test_many_calls_share_one_socket_and_each_gets_its_own_answer(node: FakeNode
             assert [match.blocks for match in matches] == [i % 8 for i in range(200)]
             assert client.counters.stale_replies == 8
             assert client.counters.unreadable_replies == 8
+
+    run(program)
+
+
+def test_a_commit_that_is_only_sent_goes_ahead_of_what_is_asked_next(node: FakeNode, quick: None) -> None:
+    async def program() -> None:
+        async with opened(node) as (client, group):
+            async with group.reserve(TOKENS) as ticket:
+                await ticket.copy_from(stamped(group, 4))  # type: ignore[arg-type]
+                assert await ticket.commit(wait="sent") == Committed(visible=0, staged=4)
+            assert (await group.match(TOKENS)).blocks == 4
+            assert client.counters.in_doubt == 0
 
     run(program)
 

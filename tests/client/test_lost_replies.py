@@ -8,7 +8,7 @@ import pytest
 
 from tests.client.conftest import TOKENS, impatient, stamped, store
 from tests.client.fake_node import FakeNode, answer, drop, garbage, hold, twice
-from tierkv.client import Client, Group
+from tierkv.client import Client, Committed, Group
 from tierkv.client.doubts import CAPACITY, Doubts
 from tierkv.client.session import Session
 from tierkv.client.steps import Ask
@@ -129,6 +129,56 @@ def test_a_commit_whose_reply_was_lost_is_published_all_the_same(
     skip_time(client, 1.1)
     assert group.match(TOKENS).blocks == 4
     assert client.counters.in_doubt == 0  # the second commit found no ticket, which settles it too
+
+
+def test_a_commit_that_is_only_sent_waits_for_nobody_and_goes_ahead_of_what_is_asked_next(
+    node: FakeNode, client: Client, group: Group, skip_time: SkipTime
+) -> None:
+    node.script[Commit].append(hold)
+    with group.reserve(TOKENS) as ticket:
+        ticket.copy_from(stamped(group, 4))
+        assert ticket.commit(wait="sent") == Committed(visible=0, staged=4)
+    assert client.counters.in_doubt == 1
+    assert group.match(TOKENS).blocks == 4
+    node.release_held()
+    skip_time(client, 1.1)
+    group.match(TOKENS)
+    assert client.counters.in_doubt == 0
+    assert len(node.saw(Commit)) == 1
+    assert node.saw(Abort) == []
+
+
+def test_a_commit_that_is_only_sent_is_sent_until_it_is_confirmed(
+    node: FakeNode, client: Client, group: Group, skip_time: SkipTime
+) -> None:
+    node.script[Commit].extend([drop, drop])
+    with group.reserve(TOKENS) as ticket:
+        ticket.copy_from(stamped(group, 4))
+        ticket.commit(wait="sent")
+    for _ in range(2):
+        skip_time(client, 1.1)
+        assert group.match(TOKENS).blocks == 4
+    assert client.counters.in_doubt == 0
+    assert len(node.saw(Commit)) == 3
+
+
+def test_a_commit_that_cannot_be_sent_says_so(node: FakeNode, client: Client, group: Group) -> None:
+    with group.reserve(TOKENS) as ticket:
+        ticket.copy_from(stamped(group, 4))
+        node.script[Match].append(drop)
+        with impatient(client):
+            group.match(TOKENS)
+        assert ticket.commit(wait="sent") == Committed(visible=0, staged=0, reason=Reason.NODE_AWAY)
+    assert client.counters.in_doubt == 1
+    assert node.saw(Commit) == []
+
+
+def test_a_commit_waits_for_what_there_is_to_wait_for(group: Group) -> None:
+    with group.reserve(TOKENS) as ticket:
+        ticket.copy_from(stamped(group, 4))
+        with pytest.raises(ValueError, match="soon"):
+            ticket.commit(wait="soon")
+        assert ticket.commit().visible == 4
 
 
 def test_a_grant_that_was_refused_as_too_large_is_given_back(node: FakeNode, client: Client, group: Group) -> None:

@@ -1,6 +1,6 @@
 """How engines and operators talk to a node. Blocking verbs are here, the same for asyncio in `tierkv.client.aio`."""
 
-from tierkv.client.answers import Committed, Counters, Match, Sealed
+from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import Client, Group, Lease, Operator, Ticket, connect, connect_operator
 from tierkv.client.buffers import BlockReader, BlockWriter
 from tierkv.client.prompt import KeyChain
@@ -14,6 +14,7 @@ __all__ = [
     "BlockWriter",
     "Ticket",
     "BlockReader",
+    "CommitWait",
     "Committed",
     "Sealed",
     "KeyChain",

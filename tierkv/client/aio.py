@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tierkv.client.aio_links import AsyncLinks
-from tierkv.client.answers import Committed, Counters, Match, Sealed
+from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import DEFAULT_TIMEOUT_SECONDS, make_state
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
@@ -322,12 +322,13 @@ class Ticket(TicketCore):
     async def copy_from(self, source: Any) -> None:
         await _copy(lambda: self._copy_from(source), len(self._facts.granted) * self._facts.group.block_bytes)
 
-    async def commit(self) -> Committed:
+    async def commit(self, *, wait: str = CommitWait.VISIBLE) -> Committed:
+        wanted = CommitWait(wait)
         self._require_written()
         facts = self._end()
         if facts is None:
             return Committed(visible=0, staged=0, reason=self.reason)
-        return await self._client._run(self._client._verbs.commit(facts))
+        return await self._client._run(self._client._verbs.commit(facts, wanted))
 
     async def abort(self) -> None:
         facts = self._end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import Error, ErrorCode
@@ -19,9 +20,17 @@ class Match:
     reason: Reason | None = None
 
 
+class CommitWait(StrEnum):
+    """What a commit waits for: the node's answer, or nothing."""
+
+    VISIBLE = "visible"
+    SENT = "sent"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """`visible` blocks can be matched now; `staged` ones appear with their predecessor or their other ranks.
+    """`visible` blocks can be matched now; `staged` ones appear with their predecessor or their other ranks. Where the
+    commit was only sent, `staged` counts all of its blocks: they appear when the node reads it.
 
     With a reason of NODE_AWAY or DEADLINE the answer was lost: the blocks may have become visible all the same."""
 

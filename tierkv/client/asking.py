@@ -153,16 +153,18 @@ class Asking:
                     self._state.doubt(session, ending(id=0, session=session.token, grant=grant))
         return answer
 
-    def _give_back(self, session: Session, ending: Release | Abort) -> Verb[None]:
+    def _give_back(self, session: Session, ending: Release | Abort | Commit) -> Verb[Failure | None]:
         """In doubt from the start: sent now, and again with later calls until the node confirms it, so that nobody
-        waits. A session that is over has no grants."""
+        waits. A session that is over has no grants. Says why it isn't on its way."""
         try:
             if session.over:
                 self._state.session_over(session)
-                return
+                return Failure(Reason.SESSION_GONE)
             self._state.doubt(session, ending)
-            if self._state.is_answering:
-                yield Tell(session)
+            if not self._state.is_answering:
+                return Failure(Reason.NODE_AWAY)
+            yield Tell(session)
+            return None
         finally:
             self._state.let_go(session)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from tierkv.client.answers import Committed, Match, Sealed, reason_of_text
+from tierkv.client.answers import Committed, CommitWait, Match, Sealed, reason_of_text
 from tierkv.client.asking import Answer, Asking, Failure
 from tierkv.client.grants import LeaseFacts, Slots, TicketFacts, granted_blocks, slot_bytes
 from tierkv.client.groups import GroupRecord
@@ -221,12 +221,18 @@ class Verbs(Asking):
         facts.slots = Slots(session, group, offsets.astype(np.int64), np.frombuffer(reply.generations, "<u8"))
         return facts
 
-    def commit(self, facts: TicketFacts) -> Verb[Committed]:
+    def commit(self, facts: TicketFacts, wait: CommitWait) -> Verb[Committed]:
         session = facts.session
         if session is None:
             return Committed(visible=0, staged=0, reason=facts.reason)
+        ending = Commit(id=0, session=session.token, grant=facts.grant)
+        if wait is CommitWait.SENT:
+            failure = yield from self._give_back(session, ending)
+            if failure is not None:
+                return Committed(visible=0, staged=0, reason=self._reason(failure))
+            return Committed(visible=0, staged=len(facts.granted))
         try:
-            answer = yield from self._end_grant(session, Commit(id=0, session=session.token, grant=facts.grant))
+            answer = yield from self._end_grant(session, ending)
         finally:
             self._state.let_go(session)
         if isinstance(answer, Failure):
