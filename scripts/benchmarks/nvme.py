@@ -4,7 +4,8 @@
     NVMe -> arena    acquire of a prompt that is on disk and nowhere else beside O_DIRECT reads of the same files
     one extent       the storage worker's own functions, in this process  beside the same at a queue depth of one
 
-Raw is the best of several queue depths. Files of both lie on the same file system, and take turns.
+Raw is the best of several queue depths, from and into slots of the same arena. Files of both lie on the same file
+system, and take turns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ DEADLINE_SECONDS = 60.0
 
 EXTENTS = 12  # of a prompt: 190 MiB
 PROMPTS = 6
-HOST_BYTES = 512 * 2**20  # less than half of what is read in turn, so that none of it is still in host memory
+HOST_BYTES = 640 * 2**20  # half of it for prompts: much less than is read in turn, so that none of it is still there
 BLOCKS = blocks_of_extent(SMOLLM2_BLOCK_BYTES)
 EXTENT_BYTES = BLOCKS * SMOLLM2_BLOCK_BYTES
 PROMPT_BYTES = EXTENTS * EXTENT_BYTES
@@ -63,10 +64,31 @@ def _write(plan: Plan, data: Path, raw: Path) -> Iterator[Figure]:
         connect(node.endpoint, timeout_seconds=DEADLINE_SECONDS) as client,
     ):
         group = client.open(make_identity(SMOLLM2_BLOCK_BYTES))
-        rounds = max(PROMPTS - 1, plan.rounds(9, 0))
         works: dict[str, Work] = {"node": lambda number: _store_flushed(group, number, source)}
-        seconds = _with_raw(rounds, works, raw)
+        paths = [raw / f"{index}" for index in range(EXTENTS)]
+        with _raw_disks(group) as disks:
+            works |= {f"raw {depth}": _raw_writer(disk, paths) for depth, disk in disks.items()}
+            seconds = alternate(max(PROMPTS - 1, plan.rounds(9, 0)), works)
     yield from _beside_raw("arena -> NVMe, flushed", seconds, "O_DIRECT writes and fdatasync")
+
+
+@contextmanager
+def _raw_disks(group: Group) -> Iterator[dict[int, RawDisk]]:
+    """One for each queue depth, with buffers that are slots of the arena: those of a ticket that is never committed."""
+    most = max(DEPTHS)
+    tokens = make_tokens(-1, 2 * most * BLOCKS)  # twice what is needed: an extent's slots must lie in one slab
+    with ExitStack() as owned:
+        ticket = owned.enter_context(group.reserve(tokens, deadline_seconds=DEADLINE_SECONDS))
+        buffers: list[memoryview] = []
+        for _first, rows in ticket.runs():
+            for start in range(0, len(rows) - BLOCKS + 1, BLOCKS):
+                slots: np.ndarray = rows[start : start + BLOCKS].reshape(-1)
+                slots[:] = start % 251
+                buffers.append(slots.data)
+        if len(buffers) < most:
+            raise NodeFailed(f"{len(ticket.granted)} slots for raw transfers: {ticket.reason}")
+        yield {depth: owned.enter_context(RawDisk(buffers[:depth])) for depth in DEPTHS}
+        buffers.clear()
 
 
 def _store_flushed(group: Group, number: int, source: np.ndarray) -> float:
@@ -90,9 +112,8 @@ def _read(plan: Plan, data: Path) -> Iterator[Figure]:
     ):
         group = client.open(make_identity(SMOLLM2_BLOCK_BYTES))
         works: dict[str, Work] = {"node": timed(lambda number: _load(group, number % PROMPTS))}
-        with ExitStack() as owned:
-            for depth in DEPTHS:
-                works[f"raw {depth}"] = _raw_reader(owned.enter_context(RawDisk(depth, EXTENT_BYTES)), files)
+        with _raw_disks(group) as disks:
+            works |= {f"raw {depth}": _raw_reader(disk, files) for depth, disk in disks.items()}
             seconds = alternate(plan.rounds(12, 3), works)
     yield from _beside_raw("NVMe -> arena, verified", seconds, "O_DIRECT reads")
 
@@ -117,7 +138,7 @@ def _read_one(plan: Plan, data: Path) -> Iterator[Figure]:
     identity = make_identity(SMOLLM2_BLOCK_BYTES)
     reads = list(_reads_of(0))
     arena = memoryview(mmap.mmap(-1, EXTENT_BYTES))
-    with DataDirectory.open(data) as directory, RawDisk(1, EXTENT_BYTES) as disk:
+    with DataDirectory.open(data) as directory, RawDisk([arena]) as disk:
 
         def verified(number: int) -> None:
             outcome = read_blocks(directory, arena, reads[number % EXTENTS], identity=identity)
@@ -175,15 +196,6 @@ def _reads_of(number: int) -> Iterator[Read]:
 def _keys_of(number: int) -> bytes:
     group = make_identity(SMOLLM2_BLOCK_BYTES).group_key()
     return chain_keys(group, pack_tokens(make_tokens(number, EXTENTS * BLOCKS)), BLOCK_TOKENS)
-
-
-def _with_raw(rounds: int, works: dict[str, Work], raw: Path) -> dict[str, list[float]]:
-    paths = [raw / f"{index}" for index in range(EXTENTS)]
-    with ExitStack() as owned:
-        for depth in DEPTHS:
-            disk = owned.enter_context(RawDisk(depth, EXTENT_BYTES))
-            works[f"raw {depth}"] = _raw_writer(disk, paths)
-        return alternate(rounds, works)
 
 
 def _raw_writer(disk: RawDisk, paths: list[Path]) -> Work:
