@@ -296,7 +296,9 @@ class FakeNode:
     def _read_session(self, descriptor: int) -> None:
         connection, incarnation = self._sessions[descriptor]
         try:
-            packet = connection.recv(MAX_PACKET_BYTES)
+            packet = connection.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return  # it has been read since the poll, on the way to a command
         except ConnectionResetError:
             packet = b""
         if not packet:

@@ -97,10 +97,12 @@ class AsyncLink:
             waiting.set_result(reply)
 
     def _look(self) -> None:
+        """The session is let go of when it is over, whether anybody asks or not: see watch.py."""
         self.session.look()
         if self.session.over:
             self._loop.remove_reader(self._descriptor)
             self._wake_all()
+            self._state.session_over(self.session)
 
     def _wake_all(self) -> None:
         for waiting in self._waiting.values():

@@ -22,6 +22,7 @@ import zmq
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
 from tierkv.client.steps import Connect, Silence, Tell, Verb
+from tierkv.client.watch import SessionWatch
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
 from tierkv.wire.messages import MAX_FRAME_BYTES, AnyReply, Request
@@ -133,6 +134,16 @@ class LinkPool:
         self._in_use = 0
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._watches: list[SessionWatch] = []
+
+    def watch(self, session: Session) -> None:
+        """Let go of its memory when it is over, whether anybody calls or not."""
+        with self._lock:
+            self._watches = [watch for watch in self._watches if not watch.is_over]
+            if session.arena is None or self._closed or any(watch.is_of(session) for watch in self._watches):
+                return
+            if (descriptor := session.duplicate()) is not None:
+                self._watches.append(SessionWatch(session, descriptor, self._state))
 
     def take(self, session: Session) -> Link | None:
         """None when the session is over, or the pool closed: nothing can be asked under it any more."""
@@ -175,6 +186,9 @@ class LinkPool:
             while self._free:
                 self._free.pop().close()
             self._end_context()
+            watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.join()  # the client was closed before, and so its session is over
 
     def _end_context(self) -> None:
         if self._closed and not self._in_use and self._context is not None:
@@ -192,6 +206,8 @@ def drive(state: ClientState, pool: LinkPool, verb: Verb[T]) -> T:
             told: Any
             if isinstance(step, Connect):
                 told = state.connect(step.until)
+                if isinstance(told, Session):
+                    pool.watch(told)
             else:
                 if link is None or link.session is not step.session:
                     link = pool.swap(link, step.session)

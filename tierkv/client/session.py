@@ -66,6 +66,7 @@ class Session:
         self.retired = False
         self.grants = 0
         self._connection = connection
+        connection.setblocking(False)  # with a timeout Python would wait for it in `look`, whatever the flags say
         self._looking = threading.Lock()
 
     def duplicate(self) -> int | None:
