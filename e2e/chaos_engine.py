@@ -47,10 +47,6 @@ from tierkv.wire.frames import encode
 from tierkv.wire.messages import Commit, Holder
 
 PACE_SECONDS = 0.03
-IDLE_SECONDS = 0.2
-"""An engine that does nothing asks something so often: it hears then that the node has restarted, and lets go of the
-memory it had from it, for which there would be no room otherwise."""
-
 FRESH_SECONDS = 0.7
 """An engine begins a prompt that nobody has stored yet at most so often, which bounds what a run writes."""
 
@@ -212,12 +208,9 @@ class Process:
         say({"reply": "started"})
         while True:
             try:
-                request = self._requests.get(timeout=PACE_SECONDS if self._runs else IDLE_SECONDS)
+                request = self._requests.get(timeout=PACE_SECONDS if self._runs else None)
             except queue.Empty:
-                if self._runs:
-                    self._act()
-                else:
-                    self._engine.client.is_connected()
+                self._act()
             else:
                 say({"reply": getattr(self, request.pop("do"))(**request)})
 

@@ -76,8 +76,8 @@ ALL_CONDITIONS = (ROOMY, CRAMPED, FAILING, WORST)
 
 @dataclass
 class Verdict:
-    """What came of a run. `absent` counts what was flushed and evicted since, `slowest` is the longest time in seconds
-    from a kill until everybody was served again."""
+    """What came of a run. `absent` counts what was flushed and evicted since; the `slowest` return took so many
+    seconds from the kill, of whom and where it says."""
 
     conditions: str
     seed: int
@@ -88,7 +88,7 @@ class Verdict:
     absent: int = 0
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    slowest: float = 0.0
+    slowest: tuple[float, str] = (0.0, "")
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -99,7 +99,8 @@ class Verdict:
             f"{self.conditions}, seed {self.seed}: {self.kills.total()} kills, {self.held} of them held "
             f"({', '.join(f'{count} {victim}' for victim, count in sorted(victims.items()))}); "
             f"{self.flushed} prefixes flushed, {self.checked} blocks checked, {len(self.wrong)} wrong, "
-            f"{len(self.lost)} lost, {self.absent} evicted; back within {self.slowest:.1f} s; {self.seconds:.0f} s"
+            f"{len(self.lost)} lost, {self.absent} evicted; back within {self.slowest[0]:.1f} s "
+            f"({self.slowest[1]}); {self.seconds:.0f} s"
         )
 
 
@@ -157,7 +158,7 @@ class Chaos:
     def kill(self, victim: str, where: str, *, held: bool = True) -> None:
         """SIGKILL; of an engine, the one that does what it is told."""
         self._take_events()
-        self._killed_at = time.monotonic()
+        self._killed_at, self._killed = time.monotonic(), f"{victim} {where}"
         if victim == "engine":
             self._end_engine(self._doer)
         elif victim == "supervisor":
@@ -168,7 +169,7 @@ class Chaos:
             self._dead = self.node.pid(victim)
             os.kill(self._dead, signal.SIGKILL)
             self._deaths[victim] += 1
-        self.verdict.kills[f"{victim} {where}"] += 1
+        self.verdict.kills[self._killed] += 1
         self.verdict.held += held
 
     def wait_back(self, victim: str) -> None:
@@ -179,7 +180,7 @@ class Chaos:
         self._barriers.clear()
         if victim == "engine":
             self._doer = self._add_engine(runs=False)
-        self.verdict.slowest = max(self.verdict.slowest, time.monotonic() - self._killed_at)
+        self.verdict.slowest = max(self.verdict.slowest, (time.monotonic() - self._killed_at, self._killed))
 
     def start_again(self) -> None:
         self._barriers.clear()
@@ -310,7 +311,6 @@ class Chaos:
 
     def kill_one_that_runs(self) -> None:
         """At any moment, and another one in its place."""
-        self._killed_at = time.monotonic()
         self._end_engine(self._random.choice([engine for engine in self._engines if engine is not self._doer]))
         self.verdict.kills["engine anytime"] += 1
         self._add_engine(runs=True)
