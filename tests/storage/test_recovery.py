@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -7,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import lmdb
 import pytest
 
+from tests.storage.faults import Fault
 from tests.storage.samples import FINGERPRINT, Sample, path_of
 from tierkv.core.instructions import (
     ExtentRow,
@@ -155,6 +158,39 @@ def test_rows_of_a_folder_that_is_gone_are_dropped(directory: DataDirectory) -> 
     assert start(directory).recovered.extents == 0
     with index_of(directory) as catalog:
         assert catalog.count() == 0
+
+
+def test_folders_that_a_killed_writer_has_not_flushed_are_flushed_before_their_files_count(
+    directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recovered is told to engines as flushed: a power loss must not take it back."""
+    samples = fill(directory, 3)
+    flushed: set[Path] = set()
+    fsync = os.fsync
+
+    def noting(fd: int) -> None:
+        fsync(fd)
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    for _ in range(2):
+        with DataDirectory.open(directory.path) as opened:  # of another process, for all it knows
+            flushed.clear()
+            start(opened)
+        for sample in samples:
+            above = path_of(directory, sample.name).parents
+            assert set(above[: above.index(directory.path) + 1]) <= flushed
+
+
+def test_a_folder_that_can_not_be_flushed_is_told_and_its_files_are_served(
+    directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = fill(directory, 3)
+    with monkeypatch.context() as patch:
+        Fault(patch, "fsync", errno.EIO)
+        recovered = start(directory).recovered
+    assert recovered.extents == len(samples)
+    assert recovered.unreadable > 0
 
 
 def test_a_row_of_an_earlier_file_of_that_name_is_corrected(directory: DataDirectory) -> None:

@@ -4,10 +4,13 @@
         a row whose stamp is the file's                 sent as it is
         a file without one                              its header is read, by several processes where there are many
         a row without a file                            dropped
-    -> damaged files to quarantine -> the index put right
+    -> damaged files to quarantine -> folders flushed -> the index put right
 
 The lock is held. Times in the future are taken for now. What is not ours is left and counted; an entry that can't be
 read is skipped and counted, its row kept; a file that vanishes meanwhile is no error. Payload is not verified here.
+
+A writer that was killed may have renamed files and not flushed their folders. What is told here counts as flushed, so
+all folders are flushed first, by several threads: one after the other each would wait for the disk.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +33,7 @@ from tierkv.storage.directory import DataDirectory
 from tierkv.storage.header_pool import FILES_OF_A_JOB, HeaderPool
 from tierkv.storage.header_reader import Finding, HeaderJob, Outcome, Unusable, Usable
 from tierkv.storage.index_row import IndexedFile, Namespace
+from tierkv.storage.names import Parts
 from tierkv.storage.namespace import read_identity
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import call
@@ -49,6 +54,7 @@ ROWS_OF_A_REPORT = 2_000
 KEY_BYTES_OF_A_REPORT = 2**20  # what bounds a report of long extents
 CHANGES_OF_A_COMMIT = 5_000
 PROGRESS_SECONDS = 0.25
+FLUSH_THREADS = 8
 
 Emit = Callable[[Report], None]
 
@@ -142,6 +148,7 @@ class _Recovery:
         self._batches: dict[Namespace, _Batch] = {}
         self._changes: list[Change] = []
         self._seen: set[Namespace] = set()
+        self._unflushed: dict[Parts, None] = {}
         self._headers_wanted = 0
         self._expected = 0
         self._told = clock()
@@ -159,6 +166,7 @@ class _Recovery:
             self._catalog.finish_opening()
             while not pool.is_idle:
                 self._take_findings(pool, PROGRESS_SECONDS)
+        self._flush_folders()
         for namespace in list(self._batches):
             self._send_rows(namespace)
         self._commit()
@@ -205,6 +213,7 @@ class _Recovery:
         wanted: list[bytes] = []
         try:
             with self._directory.folder(parts) as folder_fd:
+                self._unflushed.update(dict.fromkeys(self._directory.unflushed(parts)))
                 for entry in list_extents(folder_fd, shelf, self._strays):
                     key = key_of(entry)
                     indexed = known.pop(prefix + key, None)
@@ -242,6 +251,19 @@ class _Recovery:
             if namespace not in self._seen:
                 rows = self._catalog.read(namespace.pack())
                 self._drop({} if isinstance(rows, IndexFailed) else rows)
+
+    def _flush_folders(self) -> None:
+        with ThreadPoolExecutor(FLUSH_THREADS, thread_name_prefix="tierkv-flush") as threads:
+            for parts, error in threads.map(self._try_flush, list(self._unflushed)):
+                if error is not None:
+                    self._strays.note(error, parts)
+
+    def _try_flush(self, parts: Parts) -> tuple[Parts, StorageError | None]:
+        try:
+            self._directory.flush(parts)
+        except StorageError as error:
+            return parts, error
+        return parts, None
 
     # ---------------------------------------------------------------- headers
 
