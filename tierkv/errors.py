@@ -6,8 +6,9 @@
     |   `-- DataDirectoryInUse   another node holds its lock                                exit 3
     |-- IncompleteError          finished, but not everything was done                      exit 4
     |-- NodeUnreachable          no node answers at the endpoint                            exit 5
+    |   `-- NodeSilent           one is there, and does not answer in time
     |-- WireError                the other side broke the protocol, or says that we did
-    |-- IdentityError            an identity can't be established, so nothing may be cached
+    |-- IdentityError            an identity can't be established, so nothing may be cached   exit 2
     |   |-- WeightsUnreadable    a weight file can't be read
     |   `-- WeightsChanged       a weight file changed while it was hashed or loaded
     |-- LayoutMismatch           declared layout and real buffers differ; names the field
@@ -54,6 +55,10 @@ class NodeUnreachable(TierkvError):
     exit_code = 5
 
 
+class NodeSilent(NodeUnreachable):
+    pass
+
+
 class WireError(TierkvError):
     """`code` is one of `tierkv.wire.messages.ErrorCode`."""
 
@@ -64,7 +69,7 @@ class WireError(TierkvError):
 
 
 class IdentityError(TierkvError):
-    pass
+    exit_code = 2
 
 
 class WeightsUnreadable(IdentityError):

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 import click
 
-from tierkv.errors import NodeUnreachable, TierkvError
+from tierkv.errors import NodeSilent, NodeUnreachable, TierkvError
 
 COMMANDS = {
     "serve": "Run a node until it is told to stop.",
@@ -89,9 +90,19 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return _complain(str(error) + _hint(error), error.exit_code)
     except BrokenPipeError:  # whoever read our output has seen enough, as in `tierkv du | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141  # 128 + SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or show_traceback:
+            raise
+        _drop_output()
+        return _complain(f"the output could not be written: {error.strerror}", 1)
     return code if isinstance(code, int) else 0
+
+
+def _drop_output() -> None:
+    """What is left in the buffer must not be tried again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _quiet_the_log(is_debugging: bool) -> None:
@@ -103,7 +114,7 @@ def _quiet_the_log(is_debugging: bool) -> None:
 
 
 def _hint(error: TierkvError) -> str:
-    if isinstance(error, NodeUnreachable):
+    if isinstance(error, NodeUnreachable) and not isinstance(error, NodeSilent):
         return "; start one with `tierkv serve`, or say which is meant with --data-dir or --endpoint"
     return ""
 

@@ -90,7 +90,7 @@ def test_a_configured_data_directory_that_is_not_made_yet_is_no_news(tierkv, mod
 
 def test_a_folder_without_weights_is_an_error_that_says_what_was_looked_for(tierkv, tmp_path):
     outcome = tierkv("fingerprint", str(tmp_path))
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "safetensors" in outcome.err
 
 

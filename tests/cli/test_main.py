@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tierkv.errors import DataDirectoryInUse, IdentityError, IncompleteError
+from tierkv.errors import DataDirectoryInUse, IdentityError, IncompleteError, NodeSilent, NodeUnreachable, TierkvError
 from tierkv_cli import main
 from tierkv_cli.main import COMMANDS, cli, run
 
@@ -58,7 +58,12 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, tierkv):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(DataDirectoryInUse("in use"), 3), (IncompleteError("not all"), 4), (IdentityError("no files"), 1)],
+    [
+        (DataDirectoryInUse("in use"), 3),
+        (IncompleteError("not all"), 4),
+        (IdentityError("no files"), 2),
+        (TierkvError("a fault"), 1),
+    ],
 )
 def test_an_expected_error_is_one_line_and_its_exit_code(error, code, tierkv, node):
     node.status = lambda: (_ for _ in ()).throw(error)
@@ -144,3 +149,13 @@ def test_main_exits_with_the_code(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         main.main()
     assert caught.value.code == 2
+
+
+def test_the_advice_to_start_a_node_is_not_given_when_one_is_there_and_silent(tierkv, node):
+    node.status = lambda: (_ for _ in ()).throw(NodeUnreachable("no node answers at /run/x: nothing there"))
+    absent = tierkv("status")
+    node.status = lambda: (_ for _ in ()).throw(NodeSilent("the node at /run/x is there but does not answer"))
+    silent = tierkv("status")
+    assert absent.code == silent.code == 5
+    assert "tierkv serve" in absent.err
+    assert "tierkv serve" not in silent.err

@@ -27,9 +27,21 @@ def test_what_could_not_be_read_or_did_not_fit_is_exit_code_4(tierkv, node):
     assert outcome.code == 4
     assert "10 extents could not be read" in outcome.err
     node.steps = [progress(90, finished=True, reason="no_room")]
-    outcome = tierkv("warmup")
+    outcome = tierkv("warmup", "--budget", "8GiB")
     assert outcome.code == 4
     assert "no_room" in outcome.err
+
+
+def test_as_much_as_the_budget_or_the_memory_takes_is_exit_code_0(tierkv, node):
+    node.steps = [progress(90, finished=True, reason="budget")]
+    outcome = tierkv("warmup", "--budget", "8GiB")
+    assert outcome.code == 0
+    assert "90 of 100 extents; more would not fit the budget" in outcome.out
+    node.steps = [progress(90, finished=True, reason="no_room")]
+    outcome = tierkv("warmup")
+    assert outcome.code == 0
+    assert "90 of 100 extents; memory is full" in outcome.out
+    assert outcome.err == ""
 
 
 def test_an_interrupt_ends_it_cleanly_and_says_how_to_go_on(tierkv, node):
@@ -77,7 +89,7 @@ def test_a_model_that_is_not_there_or_not_the_only_one_is_exit_code_2(tierkv, no
     node.rows = MODELS
     absent, doubtful = tierkv("warmup", "--model", "gpt"), tierkv("warmup", "--model", "qwen")
     assert absent.code == doubtful.code == 2
-    assert "llama, qwen" in absent.err
+    assert "'llama', 'qwen'" in absent.err
     assert "ababababab" in doubtful.err
     assert "cdcdcdcdcd" in doubtful.err
     assert node.asked == []

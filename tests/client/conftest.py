@@ -23,6 +23,7 @@ TOKENS = list(range(100, 118))  # four blocks, and half a block
 
 def make_identity(block_bytes: int = BLOCK_BYTES, weights: str = "w", shards: int = 1) -> Identity:
     layout = Layout(dtype="uint8", block_bytes=(block_bytes,), axes="byte", block_tokens=BLOCK_TOKENS, engine="test")
+    weights = weights.encode().hex().ljust(64, "0")
     return Identity(weights=weights, config="c", layout=layout, parallel=Parallel(tensor=shards, shards=shards))
 
 

@@ -112,19 +112,30 @@ def test_a_memory_only_node_says_that_nothing_is_persistent(kit: Kit) -> None:
     assert kit.open() == OpenGroupReply(id=1, group=GROUP, persistent=False, reason="nvme_off")
 
 
-def test_groups_without_a_fingerprint_or_with_an_epoch_stay_in_memory(durable: Kit) -> None:
+def test_groups_with_an_epoch_stay_in_memory(durable: Kit) -> None:
     durable.start_worker()
     assert durable.open().persistent is True
     for identity in (
         msgspec.structs.replace(IDENTITY, epoch="e"),
-        msgspec.structs.replace(IDENTITY, weights=""),
-        msgspec.structs.replace(IDENTITY, weights="../../etc"),
-        msgspec.structs.replace(IDENTITY, weights="AB" * 32),
+        msgspec.structs.replace(IDENTITY, epoch="e", weights=""),
     ):
         reply = durable.open(identity)
         assert (reply.persistent, reply.reason) == (False, "not_persistent")
     folders = {i.identity.weights for i in durable.instructions() if isinstance(i, OpenNamespace)}
     assert folders == {IDENTITY.weights}
+
+
+def test_an_identity_that_says_nothing_is_refused_by_the_field(durable: Kit) -> None:
+    """Two models that say nothing would read each other's blocks."""
+    durable.start_worker()
+    gaps = [{"weights": ""}, {"weights": "../../etc"}, {"weights": "AB" * 32}, {"config": ""}]
+    for gap in gaps:
+        reply = durable.open(msgspec.structs.replace(IDENTITY, **gap))
+        assert isinstance(reply, Error)
+        assert (reply.code, reply.field) == (ErrorCode.INVALID, f"identity.{next(iter(gap))}")
+    for name in ("dtype", "axes", "engine"):
+        layout = msgspec.structs.replace(IDENTITY.layout, **{name: ""})
+        assert durable.open(msgspec.structs.replace(IDENTITY, layout=layout)).field == f"identity.layout.{name}"
 
 
 def layout(**fields: object) -> Identity:

@@ -107,7 +107,12 @@ def declare(
     persistent: bool,
 ) -> GroupRecord:
     """Raises LayoutMismatch where the engine's buffers aren't what the identity says, ConfigError for nonsense."""
+    if gap := identity.find_gap():
+        raise ConfigError(f"identity.{gap[0]}", gap[1])
     layout = identity.layout
+    sizes: object = layout.block_bytes
+    if not isinstance(sizes, tuple):
+        raise ConfigError("layout.block_bytes", f"{sizes!r}; one entry a layer group, so a tuple like (368_640,)")
     if layout.block_tokens < 1:
         raise ConfigError("layout.block_tokens", f"{layout.block_tokens}; a block has at least one token")
     if layout.total_block_bytes < 1 or min(layout.block_bytes) < 0:

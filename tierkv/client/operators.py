@@ -10,7 +10,7 @@ from tierkv.client.asking import Failure
 from tierkv.client.steps import Verb
 from tierkv.client.verbs import Verbs
 from tierkv.core.reasons import Reason
-from tierkv.errors import ConfigError, IncompleteError, NodeUnreachable, WireError
+from tierkv.errors import ConfigError, IncompleteError, NodeSilent, NodeUnreachable, WireError
 from tierkv.wire.messages import (
     Reply,
     Request,
@@ -79,4 +79,6 @@ def _as_error(verbs: Verbs, kind: type[Request], failure: Failure) -> Exception:
         return WireError(failure.error.code, failure.error.problem)
     if failure.reason is Reason.WIRE_ERROR:
         return WireError(failure.reason, verbs.problem or f"{name} was answered by something else")
+    if failure.reason is Reason.DEADLINE:
+        return NodeSilent(f"the node at {verbs.endpoint} is there but does not answer; its log may say why")
     return NodeUnreachable(f"no node answers at {verbs.endpoint}: {verbs.problem or failure.reason}")

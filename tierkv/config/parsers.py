@@ -78,7 +78,14 @@ def parse_path(value: object) -> Path:
     """Absolute, `~` expanded, relative to the working directory; symlinks are left for the one who opens it."""
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise ValueError(f"{value!r} isn't a path; leave the setting out for none")
+    if not _is_text(str(value)):
+        raise ValueError(f"{value!r} has bytes that are no UTF-8; use a path of text")
     return Path(os.path.abspath(os.path.expanduser(value)))
+
+
+def _is_text(path: str) -> bool:
+    """Bytes that the file system's encoding has no characters for come as lone surrogates, which no message holds."""
+    return not any("\ud800" <= character <= "\udfff" for character in path)
 
 
 def parse_name(value: object) -> str:

@@ -355,6 +355,7 @@ class Cascade:
         ledger = self._ledger
         num_bytes = ledger.group_of(extent).ranks * extent.num_blocks * ledger.group_of(extent).slot_bytes
         ledger.counts.dropped_writes[reason] += 1
+        extent.why_dropped = reason
         ledger.effects.append(
             Dropped(group=extent.group, key=extent.key, blocks=extent.num_blocks, num_bytes=num_bytes, reason=reason)
         )

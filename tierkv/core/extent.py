@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from tierkv.core.keys import KEY_BYTES
+from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeEvent, NvmeState, next_state
 
 _NO_EXTRAS: Mapping[int, list[bytes]] = {}
@@ -76,6 +77,7 @@ class Extent:
         "slots",
         "tail_used",
         "tokens",
+        "why_dropped",
     )
 
     def __init__(
@@ -93,6 +95,7 @@ class Extent:
         self.in_tree = False
         self.condemned = False  # its file must go as soon as the operations on it end
         self.is_stray = False  # a worker that died may have left a file of it
+        self.why_dropped: Reason | None = None  # of its last write that did not happen
         self.slots: list[list[int]] = [[] for _ in range(ranks)]
         self.nvme = NvmeState.ABSENT
         self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT

@@ -14,6 +14,7 @@ like a field with its index as the name, a nested type the concatenation of its 
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
@@ -24,6 +25,7 @@ _MAGIC = b"tierkv identity 1"
 _KIND_TEXT, _KIND_NUMBER, _KIND_TUPLE, _KIND_TYPE = 1, 2, 3, 4
 
 GROUP_KEY_BYTES = 32
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,6 +82,22 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_persistent(self) -> bool:
         return not self.epoch
+
+    def find_gap(self) -> tuple[str, str] | None:
+        """The field that leaves open what the bytes depend on, and what it should hold: two models that say nothing
+        would share their blocks. None: every field says something."""
+        layout = self.layout
+        if not _FINGERPRINT.fullmatch(self.weights) and not (self.epoch and not self.weights):
+            return (
+                "weights",
+                f"{self.weights!r} is no fingerprint of 64 hex digits; `tierkv fingerprint DIR` prints one",
+            )
+        if not self.config:
+            return "config", "empty; it is the digest of the settings that change KV bytes"
+        for name in ("dtype", "axes", "engine"):
+            if not getattr(layout, name):
+                return f"layout.{name}", "empty; equal sizes are no proof of an equal layout"
+        return None
 
 
 def _encode_fields(value: msgspec.Struct) -> bytes:

@@ -38,6 +38,8 @@ class Seals:
         for segment in path:
             if not segment.extent.sealed:
                 self._cascade.seal(segment.extent, now)
+        if not path:
+            return SealAnswer(0, 0, Reason.NOT_FOUND if keys else None)
         if not wait_flushed:
             return SealAnswer(path_blocks(path), _flushed_blocks(path))
         seal = _WaitingSeal(seal_id, path, deadline)
@@ -87,12 +89,13 @@ class Seals:
 
     def _answer(self, seal: _WaitingSeal, now: float) -> SealAnswer | None:
         """None: not all is flushed, but it may still be."""
-        blocks, flushed = path_blocks(seal.path), _flushed_blocks(seal.path)
+        path = _still_there(seal.path)
+        blocks, flushed = path_blocks(path), _flushed_blocks(path)
         if flushed == blocks:
-            return SealAnswer(blocks, flushed)
+            return SealAnswer(blocks, flushed, None if blocks == path_blocks(seal.path) else Reason.NOT_FOUND)
         if now >= seal.deadline:
             return SealAnswer(blocks, flushed, Reason.DEADLINE)
-        if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in seal.path):
+        if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in path):
             return None
         return SealAnswer(blocks, flushed, self._why_not_flushed(seal))
 
@@ -102,7 +105,20 @@ class Seals:
             return Reason.NVME_OFF
         if any(not ledger.group_of(segment.extent).persistent for segment in seal.path):
             return Reason.NOT_PERSISTENT
-        return self._cascade.why_not_writable or Reason.NVME_FULL
+        dropped = (segment.extent.why_dropped for segment in seal.path if segment.extent.nvme is not NvmeState.PRESENT)
+        return self._cascade.why_not_writable or next(filter(None, dropped), Reason.NVME_FULL)
+
+
+def _still_there(path: list[Segment]) -> list[Segment]:
+    """As far as it goes now: blocks may have been found bad, or been evicted, since the path was walked."""
+    there: list[Segment] = []
+    for segment in path:
+        blocks = min(segment.blocks, segment.extent.num_blocks) if segment.extent.in_tree else 0
+        if blocks:
+            there.append(Segment(segment.extent, segment.start, blocks))
+        if blocks < segment.blocks:
+            break
+    return there
 
 
 def _flushed_blocks(path: list[Segment]) -> int:

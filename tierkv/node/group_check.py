@@ -18,6 +18,8 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 def why_refused(request: OpenGroup, *, slab_bytes: int) -> Error | None:
     """A layout that can't be, or that is not the one of the engine's real buffers, or too large for this node."""
+    if gap := request.identity.find_gap():
+        return Error(id=request.id, code=ErrorCode.INVALID, problem=gap[1], field=f"identity.{gap[0]}")
     layout, parallel = request.identity.layout, request.identity.parallel
     if problem := _problem_of_layout(layout) or _problem_of_parallel(parallel):
         field, what = problem
