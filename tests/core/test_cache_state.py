@@ -842,6 +842,28 @@ def test_a_seal_that_waits_is_answered_when_all_is_flushed_or_by_its_deadline() 
     assert (ready[2].flushed_blocks, ready[2].reason) == (2, None)
 
 
+@pytest.mark.parametrize("first_bad", [0, 1])
+def test_a_seal_that_waits_never_calls_flushed_what_was_found_bad_meanwhile(first_bad: int) -> None:
+    bench = Bench(host_slots=4)
+    prompt = bench.prompt(1, 2)
+    bench.store(prompt)
+    answer, effects = bench.state.seal(
+        seal_id=1,
+        group=prompt.group,
+        keys=prompt.keys,
+        wait_flushed=True,
+        deadline=bench.now + 60.0,
+        now=bench.now,
+    )
+    assert isinstance(answer, Waiting)
+    bench.absorb(effects)
+    bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, first_bad, bench.now))
+    bench.work()
+    (ready,) = [n.answer for n in bench.notices if isinstance(n, SealReady)]
+    assert (ready.blocks, ready.reason) == (first_bad, Reason.NOT_FOUND)
+    assert ready.flushed_blocks <= first_bad
+
+
 def test_a_group_without_files_is_never_written() -> None:
     bench = Bench(host_slots=4, persistent=False)
     prompt = bench.prompt(1, 2)

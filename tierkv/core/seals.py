@@ -91,13 +91,14 @@ class Seals:
         """None: not all is flushed, but it may still be."""
         path = _still_there(seal.path)
         blocks, flushed = path_blocks(path), _flushed_blocks(path)
+        lost = Reason.NOT_FOUND if blocks < path_blocks(seal.path) else None
         if flushed == blocks:
-            return SealAnswer(blocks, flushed, None if blocks == path_blocks(seal.path) else Reason.NOT_FOUND)
+            return SealAnswer(blocks, flushed, lost)
         if now >= seal.deadline:
             return SealAnswer(blocks, flushed, Reason.DEADLINE)
         if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in path):
             return None
-        return SealAnswer(blocks, flushed, self._why_not_flushed(seal))
+        return SealAnswer(blocks, flushed, lost or self._why_not_flushed(seal))
 
     def _why_not_flushed(self, seal: _WaitingSeal) -> Reason:
         ledger = self._ledger
