@@ -580,6 +580,15 @@ def test_scrubbing_tells_of_a_file_that_can_not_be_read_and_leaves_it(root: Path
         assert path_of(root, sample).exists()
 
 
+def test_scrubbing_a_directory_that_was_removed_does_not_say_that_all_is_well(root: Path) -> None:
+    with Desk(root) as desk:
+        desk.store(Sample(), 1)
+        shutil.rmtree(root)
+        desk.send(Scrub(op=10, repair=False))
+        desk.wait(lambda report: isinstance(report, ScrubProgress) and report.finished)
+        assert sum_of_damage(desk, 10) == [(".", "data_dir_gone")]
+
+
 def sum_of_damage(desk: Desk, op: int) -> list[tuple[str, str]]:
     return [found for r in desk.reports if isinstance(r, ScrubProgress) and r.op == op for found in r.damaged]
 

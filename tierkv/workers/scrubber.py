@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tierkv.core.instructions import Report, Scrub, ScrubProgress
+from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.index_row import Namespace
@@ -97,6 +98,8 @@ class Scrubber:
             self._check(name, scrub, ended, progress)
             if time.monotonic() - progress.told >= PROGRESS_SECONDS:
                 self._tell(progress, finished=False)
+        if not self._directory.is_present():  # nothing found there says nothing about what was stored
+            progress.damaged.append((".", str(Reason.DATA_DIR_GONE)))
         self._tell(progress, finished=True)
 
     def _find_extents(self, ended: threading.Event) -> Iterator[ExtentName]:
