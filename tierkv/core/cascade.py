@@ -59,6 +59,7 @@ class Cascade:
         self.nvme_reserved = 0  # files being written
         self.removing_bytes = 0  # part of nvme_used that is on its way out
         self.overhead_bytes = 0
+        self._stranded_bytes = 0  # part of overhead_bytes: files that this start can neither use nor rule out
         self.is_writable = True
         self.why_not_writable: Reason | None = None
         self.is_worker_up = False
@@ -479,6 +480,11 @@ class Cascade:
         extent.move(NvmeEvent.LOST)
         self._issue_removes(extent)
 
+    def strand(self, num_bytes: int) -> None:
+        """Files that stay where they are until the next start, and take room until then."""
+        self._stranded_bytes += num_bytes
+        self.overhead_bytes += num_bytes
+
     def _issue_removes(self, extent: Extent) -> None:
         self._file_owners[extent.key] = extent
         self.removing_bytes += extent.nvme_bytes
@@ -697,7 +703,7 @@ class Cascade:
         self.pump(now)
 
     def health(self, report: TierHealth, now: float) -> None:
-        self.overhead_bytes = report.overhead_bytes
+        self.overhead_bytes = report.overhead_bytes + self._stranded_bytes
         was_writable = self.is_writable
         self.is_writable = report.writable
         self.why_not_writable = None if report.writable else (report.reason or Reason.NVME_DEGRADED)

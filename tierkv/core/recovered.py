@@ -13,7 +13,7 @@ from tierkv.core.residency import NvmeEvent
 
 class RecoveredRows:
     """Extents whose rows are complete (every rank, equal keys) at `finish` stay; of the others the files are removed,
-    for no match could ever use them."""
+    for no match could ever use them: unless what is missing may be there and just could not be read."""
 
     def __init__(self, ledger: Ledger, cascade: Cascade) -> None:
         self._ledger = ledger
@@ -50,15 +50,21 @@ class RecoveredRows:
                 extent.ranks_found |= bit
                 extent.nvme_bytes += row.file_bytes
 
-    def finish(self, now: float) -> None:
+    def finish(self, *, saw_all: bool) -> None:
+        """`saw_all`: every file that is there could be read."""
         ledger = self._ledger
         ledger.tree.begin_bulk()
         for extent in self._extents.values():
-            extent.move(NvmeEvent.RECOVERED)
             group = ledger.groups[extent.group]
+            is_whole = extent.ranks_found == (1 << group.ranks) - 1
+            is_fit = is_whole and extent.key not in self._unfit
+            if not is_whole and not saw_all:
+                self._cascade.strand(extent.nvme_bytes)
+                continue
+            extent.move(NvmeEvent.RECOVERED)
             group.nvme_bytes += extent.nvme_bytes
             self._cascade.nvme_used += extent.nvme_bytes
-            if extent.ranks_found == (1 << group.ranks) - 1 and extent.key not in self._unfit:
+            if is_fit:
                 ledger.add_extent(extent, None, -1)
             else:
                 self._cascade.discard(extent)

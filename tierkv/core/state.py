@@ -256,7 +256,7 @@ class CacheState:
                     self._recovery.rows(report, now)
             case Recovered():
                 if self._recovery is not None:
-                    self._recovery.finish(now)
+                    self._recovery.finish(saw_all=not report.unreadable)
                     self._recovery = None
                     self._cascade.is_open = True
                     self._cascade.shrink(now)
