@@ -101,6 +101,7 @@ class LeaseFacts:
     cached_blocks: int = 0
     parts: tuple[LeasePart, ...] = ()
     reason: Reason | None = None
+    revocable: bool = False
 
 
 class LeaseCore:
@@ -152,7 +153,7 @@ class LeaseCore:
         if slots is None:
             return 0
         # What was revoked already isn't copied: the destination keeps what it had there.
-        leading = self._numbers[: slots.count_valid()]
+        leading = self._numbers[: slots.count_valid()] if self._facts.revocable else self._numbers
         for first, blocks in slots.runs(leading, slots.readable):
             if rows is None:
                 destination.write_blocks(first, blocks)

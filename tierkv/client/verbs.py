@@ -86,7 +86,9 @@ class Verbs(Asking):
         answer = yield from self._ask_grant(group, make_held, budget, grant, Release)
         if isinstance(answer, Failure):
             return LeaseFacts(group=group, reason=self._reason(answer))
-        return self._lease(group, grant, answer, bool(holders), most)
+        facts = self._lease(group, grant, answer, bool(holders), most)
+        facts.revocable = revocable
+        return facts
 
     def _lease(self, group: GroupRecord, grant: bytes, answer: Answer, has_holders: bool, most: int) -> LeaseFacts:
         reply: AcquireReply = answer.reply
@@ -135,7 +137,13 @@ class Verbs(Asking):
         if session is None or session.token != token:
             return LeaseFacts(group=group, reason=self._reason(Failure(Reason.SESSION_GONE)))
         facts = LeaseFacts(
-            group=group, grant=grant, blocks=blocks, cached_blocks=blocks, parts=(part,), release_rank=part.rank
+            group=group,
+            grant=grant,
+            blocks=blocks,
+            cached_blocks=blocks,
+            parts=(part,),
+            release_rank=part.rank,
+            revocable=True,  # as far as is known here
         )
         return self._hold_slots(facts, session, part) if blocks else facts
 
