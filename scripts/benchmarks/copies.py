@@ -127,8 +127,9 @@ def _host_to_engine(plan: Plan, client: Client, block_bytes: int, blocks: int, b
 def _engine_to_host(plan: Plan, client: Client, block_bytes: int, blocks: int, buffers: int) -> Iterator[Figure]:
     group = client.open(make_identity(block_bytes, salt="write"))
     engine = np.ones((buffers, blocks, block_bytes), np.uint8)
-    held = [
-        group.reserve(make_tokens(-1 - number, blocks), deadline_seconds=DEADLINE_SECONDS) for number in range(buffers)
+    held = [  # half of the arena: the client goes round the other half, and neither knows its pages better
+        group.reserve(make_tokens(-1 - number, blocks), deadline_seconds=DEADLINE_SECONDS)
+        for number in range(2 * buffers)
     ]
     slots = [list(ticket.runs()) for ticket in held]
     for views in slots:
@@ -159,7 +160,7 @@ def _engine_to_host(plan: Plan, client: Client, block_bytes: int, blocks: int, b
     def plain(number: int) -> float:
         at = (number + buffers // 2) % buffers
         start = time.perf_counter()
-        for first, rows in slots[at]:
+        for first, rows in slots[number % len(slots)]:
             np.copyto(rows, engine[at, first : first + len(rows)])
         return time.perf_counter() - start
 
