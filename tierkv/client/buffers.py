@@ -77,9 +77,19 @@ def find_runs(blocks: np.ndarray, offsets: np.ndarray, slot_bytes: int) -> Itera
     """[start, end) positions in `blocks` and `offsets` of what can be moved as one."""
     if not len(offsets):
         return
+    if _is_ladder(offsets, slot_bytes) and _is_ladder(blocks, 1):
+        yield 0, len(offsets)
+        return
     apart = (offsets[1:] - offsets[:-1] != slot_bytes) | (blocks[1:] - blocks[:-1] != 1)
     borders = [0, *(apart.nonzero()[0] + 1).tolist(), len(offsets)]
     yield from pairwise(borders)
+
+
+def _is_ladder(values: np.ndarray, step: int) -> bool:
+    """Whether each is `step` more than the one before."""
+    first = int(values[0])
+    expected = np.arange(first, first + len(values) * step, step, dtype=values.dtype)
+    return values.tobytes() == expected.tobytes()
 
 
 def slot_rows(memory: np.ndarray, offset: int, count: int, *, slot_bytes: int, block_bytes: int) -> np.ndarray:

@@ -115,13 +115,12 @@ class Verbs(Asking):
 
     def _hold_slots(self, facts: LeaseFacts, session: Session, part: LeasePart) -> LeaseFacts:
         group = facts.group
-        offsets = np.frombuffer(part.offsets, "<u8")
+        offsets = np.frombuffer(part.offsets, "<i8")
         if not _fit(offsets, session, group):
             return self._refuse_lease(group, session, facts.grant)
         if not self._state.hold(session):
             return LeaseFacts(group=group, reason=self._reason(Failure(Reason.SESSION_GONE)))
-        generations = np.frombuffer(part.generations, "<u8")
-        facts.slots = Slots(session, group, offsets.astype(np.int64), generations)
+        facts.slots = Slots(session, group, offsets, part.generations)
         facts.session = session
         return facts
 
@@ -217,7 +216,7 @@ class Verbs(Asking):
         granted = granted_blocks(reply.states, first_block)
         if not len(granted):
             return facts
-        offsets = np.frombuffer(reply.offsets, "<u8")
+        offsets = np.frombuffer(reply.offsets, "<i8")
         if len(reply.states) != end - first_block or not _fit(offsets, session, group):
             self._state.doubt(session, Abort(id=0, session=session.token, grant=grant))
             reason = self._reason(Failure(Reason.WIRE_ERROR))
@@ -226,7 +225,7 @@ class Verbs(Asking):
             reason = self._reason(Failure(Reason.SESSION_GONE))
             return TicketFacts(group=group, first_block=first_block, reason=reason)
         facts.grant, facts.session, facts.granted = grant, session, granted
-        facts.slots = Slots(session, group, offsets.astype(np.int64), np.frombuffer(reply.generations, "<u8"))
+        facts.slots = Slots(session, group, offsets, reply.generations)
         return facts
 
     def commit(self, facts: TicketFacts, wait: CommitWait) -> Verb[Committed]:
@@ -277,9 +276,10 @@ def _fit(offsets: np.ndarray, session: Session, group: GroupRecord) -> bool:
         return False
     page = arena.page_bytes
     last = arena.arena_bytes - slot_bytes(group.block_bytes, page)
-    if page & (page - 1) or last < 0 or int(offsets.max()) > last:
+    if page & (page - 1) or last < 0:
         return False
-    return int(np.bitwise_or.reduce(offsets)) & (page - 1) == 0
+    all_bits = int(np.bitwise_or.reduce(offsets))  # negative where one of them is: 2**63 and more, as it was sent
+    return all_bits >= 0 and not all_bits & (page - 1) and int(offsets.max()) <= last
 
 
 def _require_fit(keys: bytes, num_tokens: int, block_tokens: int) -> int:
