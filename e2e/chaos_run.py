@@ -46,7 +46,7 @@ from e2e.harness import Node, NodeLeftover, environment, wait_until
 from tierkv.wire.messages import StatusReply
 
 REPLACED = ("worker=e2e.chaos_worker", "front=e2e.chaos_front")
-HELD_SECONDS = 15.0
+HELD_SECONDS = 60.0
 FIRST_CLAIMS = 15
 LOADS_OF_A_LOOK = 25
 MATCHES_OF_A_LOOK = 150
@@ -340,7 +340,7 @@ class Chaos:
             self._take_events()
             return len(self._claims) >= FIRST_CLAIMS
 
-        wait_until(are_enough, f"{FIRST_CLAIMS} prompts are flushed", 30.0)
+        wait_until(are_enough, f"{FIRST_CLAIMS} prompts are flushed", 120.0)
 
     def _take_events(self) -> None:
         for engine in self._engines:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from e2e.chaos_run import Chaos
 
-BACK_SECONDS = 20.0
+BACK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ from tierkv.errors import NodeUnreachable
 from tierkv.wire.messages import StatusReply
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-READY_SECONDS = 30.0
-END_SECONDS = 20.0
+READY_SECONDS = 90.0
+END_SECONDS = 60.0
 POLL_SECONDS = 0.02
 
 SMALL = {

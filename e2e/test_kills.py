@@ -14,7 +14,7 @@ import pytest
 from e2e.chaos_run import ALL_CONDITIONS, ROOMY, Conditions, run
 from e2e.chaos_scenarios import ROUND, make_plan
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 

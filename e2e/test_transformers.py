@@ -21,7 +21,7 @@ MISSING = [name for name in ("torch", "transformers", "gguf", "accelerate") if i
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: scripts/setup transformers demo"),
 ]
 
