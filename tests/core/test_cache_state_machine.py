@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -56,7 +57,7 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaini
 settings.register_profile(
     "ci",
     phases=PHASES,
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=60,
     derandomize=True,
     deadline=None,
@@ -217,6 +218,16 @@ class CacheMachine(RuleBasedStateMachine):
             for spec in self.groups
             for choices in BRANCHES
         ]
+        self.block_tokens = block_tokens
+        self.blocks = {
+            prompt.key(index): (
+                prompt.key(index - 1) if index else prompt.group,
+                index,
+                prompt.first(index + 1).tokens_from(index),
+            )
+            for prompt in self.prompts
+            for index in range(prompt.blocks)
+        }
         self.overhead = 0
         self.real_bytes = 0
         self.promised: list[Promised] = []
@@ -252,6 +263,8 @@ class CacheMachine(RuleBasedStateMachine):
             for session in self.here.sessions:
                 self.state.session_opens(session, spec.group)
         self.limit_host()
+        self.orphans = {extent.key for extent in self.state._ledger.tree if extent.is_orphan}
+        self.damaged = self.state.counts.damaged_extents.total()
 
     def recover(self, order: list[FileName] | None = None) -> None:
         for spec in self.groups:
@@ -338,15 +351,17 @@ class CacheMachine(RuleBasedStateMachine):
     def _store(self, draw: st.DataObject, then: str) -> None:
         """What engines do most of the time: each rank reserves what is missing of a prompt, writes, commits."""
         prompt = draw.draw(st.sampled_from(self.prompts)).first(draw.draw(st.sampled_from([2, 3, 1, 4, 5])))
-        for rank in draw.draw(st.permutations(range(prompt.spec.identity.parallel.shards))):
-            session = draw.draw(st.sampled_from(self.here.sessions))
-            ticket = self.do_reserve(prompt, rank, 0, grant=self.name("ticket"), session=session, holder=session)
-            if ticket is not None:
-                self.do_commit(ticket)
+        self.store_prompt(prompt, draw.draw(st.sampled_from(self.here.sessions)))
         if then:
             self.do_seal(prompt, waits=then == "flush", seconds=30.0)
         if draw.draw(st.booleans()):
             self.work_until_quiet()
+
+    def store_prompt(self, prompt: Prompt, session: bytes) -> None:
+        for rank in range(prompt.spec.identity.parallel.shards):
+            ticket = self.do_reserve(prompt, rank, 0, grant=self.name("ticket"), session=session, holder=session)
+            if ticket is not None:
+                self.do_commit(ticket)
 
     # Rules are drawn evenly: what engines do most has several.
     store = rule(draw=st.data(), then=st.sampled_from(["", "seal"]))(_store)
@@ -472,7 +487,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(draw=st.data())
     def engines_say_something_else(self, draw: st.DataObject) -> None:
-        kinds = [self.come_late, self.end_a_grant_before_it_is_asked_for, self.seal, self.report_bad, self.warm_up]
+        kinds = [self.come_late, self.end_a_grant_before_it_is_asked_for, self.seal, self.warm_up]
         draw.draw(st.sampled_from(kinds))(draw)
 
     def come_late(self, draw: st.DataObject) -> None:
@@ -714,9 +729,10 @@ class CacheMachine(RuleBasedStateMachine):
             for rank in range(promise.prompt.spec.identity.parallel.shards):
                 promise.end_before(self.disk.harmed_keys(promise.prompt.group, rank))
 
+    @rule(draw=st.data())
     def report_bad(self, draw: st.DataObject) -> None:
         prompt = self.prompt(draw)
-        first_bad = draw.draw(st.integers(0, MAX_BLOCKS))
+        first_bad = draw.draw(st.sampled_from([MAX_BLOCKS, 2, 1, 0]))
         before = self.state.match(prompt.group, prompt.keys).blocks
         bad = set(prompt.block_keys[first_bad:])
         for _, _, head in [name for name, file in self.disk.files.items() if bad & set(split(file.keys))]:
@@ -797,6 +813,15 @@ class CacheMachine(RuleBasedStateMachine):
         if haste.endswith("release") and holding.grant in self.here.holdings:
             self.let_go(holding, None)
             self.absorb(self.state.release(holding.grant, None, self.now))
+
+    @rule(draw=st.data())
+    def other_prompts_push_it_out(self, draw: st.DataObject) -> None:
+        """Room in memory is taken by what is newer, and what was pushed out to disk is asked for again."""
+        for prompt in self.prompts[draw.draw(st.integers(0, 2)) :: 3]:
+            self.store_prompt(prompt, self.here.sessions[0])
+            self.do_seal(prompt, waits=False, seconds=0.0)
+            self.work_until_quiet()
+        self._load(draw)
 
     load = rule(draw=st.data())(_load)
     load_more = rule(draw=st.data())(_load)
@@ -940,6 +965,27 @@ class CacheMachine(RuleBasedStateMachine):
                         assert content == expected
                     for index, stamp in enumerate(expected):
                         assert now[index] != generations[index] or content[index] == stamp
+
+    @invariant()
+    def every_extent_is_a_run_of_one_prompt(self) -> None:
+        for extent in self.state._ledger.tree:
+            parent, index, _ = self.blocks[extent.key]
+            step = self.block_tokens
+            assert (extent.parent, extent.first_token) == (parent, index * step)
+            tokens = b""
+            for key in split(extent.keys):
+                its_parent, _, its_tokens = self.blocks[key]
+                assert its_parent == parent, "a block behind another than its predecessor"
+                parent, tokens = key, tokens + its_tokens
+            assert extent.tokens in (None, tokens)
+
+    @invariant()
+    def eviction_leaves_no_orphans(self) -> None:
+        """A block goes only after all that hang on it; what is found bad may go at any time."""
+        orphans = {extent.key for extent in self.state._ledger.tree if extent.is_orphan}
+        damaged = self.state.counts.damaged_extents.total()
+        assert orphans <= self.orphans or damaged > self.damaged, "a parent was evicted before its children"
+        self.orphans, self.damaged = orphans, damaged
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
@@ -1094,6 +1140,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert not extent.doomed
             assert not extent.reading
             assert not extent.ops
+            assert extent.nvme in (NvmeState.ABSENT, NvmeState.PRESENT), "waits for what nobody does"
             resident += sum(map(len, extent.slots)) * ledger.group_of(extent).slot_bytes
         assert ledger.pool.used_bytes == resident
         assert ledger.doomed_bytes == 0
@@ -1114,5 +1161,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_promises()
 
 
-TestCacheMachine = CacheMachine.TestCase
+# Seconds on a machine with nothing else to do; the limit is for one that has, and none for a long run.
+TestCacheMachine = pytest.mark.timeout(0 if "HYPOTHESIS_PROFILE" in os.environ else 300)(CacheMachine.TestCase)
 TestCacheMachine.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
