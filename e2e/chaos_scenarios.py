@@ -61,15 +61,20 @@ def while_promoting(chaos: Chaos, scenario: Scenario) -> None:
 
 def while_recovering(chaos: Chaos, scenario: Scenario) -> None:
     """The first to die is the front; the second dies while what comes after it is not there yet."""
-    chaos.hold(scenario.stage, lambda: _kill_front_once(chaos))
+    chaos.hold(scenario.stage, once(lambda: chaos.kill("front", "anytime", held=False)))
     chaos.node.wait_status(lambda s: s.state == "recovering", "it recovers")
     chaos.kill(scenario.victim, scenario.stage)
     chaos.wait_back(scenario.victim)
 
 
-def _kill_front_once(chaos: Chaos) -> None:
-    if not chaos.node.status() or chaos.node.status().state != "recovering":  # type: ignore[union-attr]
-        chaos.kill("front", "anytime", held=False)
+def once(act: Callable[[], None]) -> Callable[[], None]:
+    left = [act]
+
+    def act_once() -> None:
+        while left:
+            left.pop()()
+
+    return act_once
 
 
 def commit_answered_to_nobody(chaos: Chaos, scenario: Scenario) -> None:
@@ -152,14 +157,7 @@ def while_warming_up(chaos: Chaos, scenario: Scenario) -> None:
 def while_stopping(chaos: Chaos, scenario: Scenario) -> None:
     """The node was told to stop, and is writing what is dirty."""
     chaos.doer.ask("store", **chaos.fresh())
-    told: list[bool] = []
-
-    def stop_once() -> None:
-        if not told:
-            chaos.node.signal("supervisor", signal.SIGTERM)
-        told.append(True)
-
-    chaos.hold(scenario.stage, stop_once)
+    chaos.hold(scenario.stage, once(lambda: chaos.node.signal("supervisor", signal.SIGTERM)))
     chaos.kill(scenario.victim, scenario.stage)
     if scenario.victim != "supervisor":
         chaos.let_go()
