@@ -94,12 +94,6 @@ class CacheState:
         if state is not None:
             state.groups.add(group)
 
-    def has_session(self, session: bytes) -> bool:
-        return session in self._ledger.sessions
-
-    def has_group(self, group: bytes) -> bool:
-        return group in self._ledger.groups
-
     def group_shape(self, group: bytes) -> tuple[int, int, int]:
         """Ranks, tokens a block, bytes a block."""
         known = self._ledger.groups[group]

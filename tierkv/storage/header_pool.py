@@ -106,10 +106,6 @@ class HeaderPool:
         self._readers.clear()
 
     @property
-    def num_processes(self) -> int:
-        return len(self._readers)
-
-    @property
     def is_idle(self) -> bool:
         return not self._waiting and not any(reader.asked for reader in self._readers)
 
