@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.storage.faults import Fault
+from tests.faults.system_calls import Fault
 from tests.storage.samples import temp_files
 from tierkv.storage import digests
 from tierkv.storage.digests import SETTLED_NS, DigestMemory

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import ERRNOS, Fault, ShortTransfers
+from tests.faults.system_calls import ERRNOS, Fault, ShortTransfers
 from tests.storage.samples import POISON, Sample, path_of, temp_files
 from tierkv.core.reasons import Reason
 from tierkv.storage.directory import DataDirectory

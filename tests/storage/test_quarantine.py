@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import Fault
+from tests.faults.system_calls import Fault
 from tests.storage.samples import Sample, path_of
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError

@@ -13,7 +13,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.storage.faults import Fault
+from tests.faults.system_calls import Fault
 from tests.storage.samples import FINGERPRINT, Sample, path_of
 from tierkv.core.instructions import (
     ExtentRow,

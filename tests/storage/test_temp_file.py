@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.storage.faults import Fault
+from tests.faults.system_calls import Fault
 from tests.storage.samples import temp_files
 from tierkv.errors import BrokenInvariant, StorageError
 from tierkv.storage.directory import DataDirectory
