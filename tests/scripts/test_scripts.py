@@ -17,7 +17,7 @@ def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProces
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30, env=os.environ | env)
 
 
-@pytest.mark.parametrize("name", ["setup", "test", "check"])
+@pytest.mark.parametrize("name", ["setup", "test", "check", "mutate"])
 def test_help_names_what_can_be_set(name):
     done = script(name, "--help")
     assert done.returncode == 0
