@@ -13,9 +13,7 @@ import sys
 import threading
 from typing import Any
 
-import numpy as np
-
-from e2e.stamped import StampedEngine, count_right, stamps, tokens_of
+from tierkv.torture.stamped import StampedEngine, count_right, poisoned, stamps, tokens_of
 
 engine: StampedEngine
 leases: dict[str, tuple[Any, bytes]] = {}
@@ -48,7 +46,7 @@ def hold_lease(name: str, prompt: int, blocks: int, revocable: bool = False) -> 
 def read_lease(name: str) -> dict[str, Any]:
     """Copy what the held lease covers once more, whatever has become of the node."""
     lease, keys = leases[name]
-    destination = np.zeros((lease.blocks, engine.block_bytes), np.uint8)
+    destination = poisoned(lease.blocks, engine.block_bytes)
     valid = lease.copy_into(destination)
     return {"valid": valid, "right": count_right(destination, keys, valid)}
 

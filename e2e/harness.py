@@ -36,9 +36,9 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from e2e.stamped import StampedEngine
 from tierkv.client import connect_operator
 from tierkv.errors import NodeUnreachable
+from tierkv.torture.stamped import StampedEngine
 from tierkv.wire.messages import StatusReply
 
 REPOSITORY = Path(__file__).resolve().parents[1]

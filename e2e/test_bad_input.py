@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 from e2e.harness import Node, StampedEngine, environment, wait_until
-from e2e.stamped import BLOCK_BYTES, identity
 from tierkv.client import Client
 from tierkv.core.identity import Identity
 from tierkv.storage.format import decode_header, frame_header, pack_header
+from tierkv.torture.stamped import BLOCK_BYTES, identity
 from tierkv.wire.messages import TierUsage
 
 pytestmark = pytest.mark.timeout(180)

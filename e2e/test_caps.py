@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from e2e.harness import Node, StampedEngine, wait_until
-from e2e.stamped import BLOCK_BYTES, tokens_of
 from tierkv.client import connect_operator
 from tierkv.config import KiB, MiB, Settings
 from tierkv.core.reasons import Reason
+from tierkv.torture.stamped import BLOCK_BYTES, tokens_of
 from tierkv.wire.messages import TierUsage
 
 pytestmark = pytest.mark.timeout(120)

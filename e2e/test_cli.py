@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.harness import Node, StampedEngine, environment, wait_until
-from e2e.stamped import BLOCK_BYTES, BLOCK_TOKENS
+from tierkv.torture.stamped import BLOCK_BYTES, BLOCK_TOKENS
 
 pytestmark = pytest.mark.timeout(120)
 
