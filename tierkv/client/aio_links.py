@@ -1,4 +1,5 @@
-"""The asyncio client's ZeroMQ socket: one DEALER a session, and one task that reads it and wakes who waits."""
+"""The asyncio client's ZeroMQ socket: one DEALER a session, one task that reads it and wakes who waits, and one that
+sends what is unanswered once more when a connection was lost (see links.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import asyncio
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from tierkv.client.links import configure, id_of
+from tierkv.client.links import configure, disconnect, id_of
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
 from tierkv.client.steps import Ask, Connect, Silence, Step, Tell, Verb
@@ -24,27 +26,36 @@ T = TypeVar("T")
 Outcome = AnyReply | Malformed | Silence
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    frame: bytes
+    reply: asyncio.Future[Outcome]
+
+
 class AsyncLink:
-    """Owns its socket, its reader and `descriptor` (a duplicate of the session's), until `close` has been awaited."""
+    """Owns its socket, its tasks and `descriptor` (a duplicate of the session's), until `close` has been awaited."""
 
     def __init__(self, context: zmq.asyncio.Context, session: Session, descriptor: int, state: ClientState) -> None:
         self.session = session
         self._state = state
         self._descriptor = descriptor
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._dealer: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        configure(self._dealer, session)
+        self._connections: zmq.asyncio.Socket = configure(self._dealer, session)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(descriptor, self._look)
-        self._reader = self._loop.create_task(self._read(), name="tierkv client reader")
+        self._tasks = [
+            self._loop.create_task(self._read(), name="tierkv client reader"),
+            self._loop.create_task(self._send_again(), name="tierkv client reconnects"),
+        ]
 
     async def exchange(self, request: Request, until: float) -> Outcome:
         self.send_doubts()
         reply: asyncio.Future[Outcome] = self._loop.create_future()
-        self._waiting[request.id] = reply
+        waiting = self._waiting[request.id] = Waiting(encode(request), reply)
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                await self._send(encode(request), reply)
+                await self._send(waiting)
                 return await reply
         except TimeoutError:
             return self._silence()
@@ -62,24 +73,35 @@ class AsyncLink:
     async def close(self) -> None:
         self._wake_all()
         self._loop.remove_reader(self._descriptor)
-        self._reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._reader
-        self._dealer.close()
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        disconnect(self._dealer, self._connections)
         os.close(self._descriptor)
 
-    async def _send(self, frame: bytes, reply: asyncio.Future[Outcome]) -> None:
+    async def _send(self, waiting: Waiting) -> None:
         """Sent, or the session turned out to be over while there was no connection to send to."""
         if self.session.over:
             self._wake_all()
             return
         # `send` gives a future already, but does not say so.
-        sent: asyncio.Future[Any] = asyncio.ensure_future(self._dealer.send(frame))
+        sent: asyncio.Future[Any] = asyncio.ensure_future(self._dealer.send(waiting.frame))
         if not sent.done():
             try:
-                await asyncio.wait((sent, reply), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((sent, waiting.reply), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 sent.cancel()
+
+    async def _send_again(self) -> None:
+        """What waits for a reply when a connection has been made after the first."""
+        await self._connections.recv_multipart()
+        while True:
+            await self._connections.recv_multipart()
+            self._dealer.getsockopt(zmq.EVENTS)  # so that ZeroMQ lets go of the one before
+            for waiting in list(self._waiting.values()):
+                if not waiting.reply.done():
+                    await self._send(waiting)
 
     async def _read(self) -> None:
         try:
@@ -91,10 +113,10 @@ class AsyncLink:
 
     def _take(self, reply: AnyReply | Malformed) -> None:
         waiting = self._waiting.get(id_of(reply))
-        if waiting is None or waiting.done():
+        if waiting is None or waiting.reply.done():
             self._state.note_other(id_of(reply), readable=not isinstance(reply, Malformed))
         else:
-            waiting.set_result(reply)
+            waiting.reply.set_result(reply)
 
     def _look(self) -> None:
         """The session is let go of when it is over, whether anybody asks or not: see watch.py."""
@@ -106,8 +128,8 @@ class AsyncLink:
 
     def _wake_all(self) -> None:
         for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(Silence(Reason.NODE_AWAY))
+            if not waiting.reply.done():
+                waiting.reply.set_result(Silence(Reason.NODE_AWAY))
 
     def _silence(self) -> Silence:
         return Silence(Reason.NODE_AWAY if self.session.over else Reason.DEADLINE)

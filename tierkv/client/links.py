@@ -6,6 +6,9 @@ as there were calls at the same time, and none belongs to a thread that has ende
 
 Nothing here can block beyond a call's `until`, at exit neither: sends don't wait (a request that finds no connection
 isn't queued), and no message lingers.
+
+A connection that is cut loses what was under way on it, the request or its reply. Every verb is idempotent, so a
+request whose reply hasn't come is sent once more, under its id, when ZeroMQ has connected again.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ HIGH_WATER_MARK = 64
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 250
 
 
-def configure(dealer: zmq.Socket[Any], session: Session) -> None:
-    """What blocking and asyncio sockets have in common. ZeroMQ picks a routing id that is unique on the node."""
+def configure(dealer: zmq.Socket[Any], session: Session) -> Any:
+    """What blocking and asyncio sockets have in common. ZeroMQ picks a routing id that is unique on the node. Gives
+    back the socket that tells of its connections, the caller's to close: one message for each that has been made."""
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     dealer.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -44,7 +48,15 @@ def configure(dealer: zmq.Socket[Any], session: Session) -> None:
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    connections = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     dealer.connect(session.endpoint)
+    return connections
+
+
+def disconnect(dealer: zmq.Socket[Any], connections: zmq.Socket[Any]) -> None:
+    dealer.disable_monitor()
+    connections.close(linger=0)
+    dealer.close()
 
 
 class Link:
@@ -57,9 +69,11 @@ class Link:
         self._state = state
         self._descriptor = descriptor
         self._dealer = context.socket(zmq.DEALER)
-        configure(self._dealer, session)
+        self._connections: zmq.Socket[bytes] = configure(self._dealer, session)
+        self._num_connections, self._last_connection = 0, 1
         self._replies = zmq.Poller()
         self._replies.register(self._dealer, zmq.POLLIN)
+        self._replies.register(self._connections, zmq.POLLIN)
         self._replies.register(descriptor, zmq.POLLIN)
         self._room = zmq.Poller()
         self._room.register(self._dealer, zmq.POLLOUT)
@@ -71,18 +85,21 @@ class Link:
             self._note_arrived()  # what seems to be owed may be confirmed by now
             self.send_doubts()
         frame = encode(request)
-        while not self._send(frame):
-            if not self._wait(self._room, until):
-                return self._silence()
-            self.send_doubts()
-        while self._wait(self._replies, until):
-            reply = self._receive()
-            if reply is None:
-                continue
-            if id_of(reply) == request.id:
-                return reply
-            self._note(reply)
-        return self._silence()
+        while True:
+            while not self._send(frame):
+                if not self._wait(self._room, until):
+                    return self._silence()
+                self.send_doubts()
+            sent_over = self._last_connection
+            while self._last_connection == sent_over:
+                if not self._wait(self._replies, until):
+                    return self._silence()
+                reply = self._receive()
+                if reply is None:
+                    continue
+                if id_of(reply) == request.id:
+                    return reply
+                self._note(reply)
 
     def _note_arrived(self) -> None:
         while (reply := self._receive()) is not None:
@@ -95,8 +112,17 @@ class Link:
         self._state.send_doubts(self.session, lambda ending: self._send(encode(ending)))
 
     def close(self) -> None:
-        self._dealer.close()
+        disconnect(self._dealer, self._connections)
         os.close(self._descriptor)
+
+    def _note_connections(self) -> None:
+        """What was sent before the last connection was made may be lost. Those that were made while nobody waited are
+        heard of with the next wait, which costs a request that is sent twice. The first is no reason to send again."""
+        while self._connections.poll(0):
+            self._connections.recv_multipart(zmq.NOBLOCK)
+            self._num_connections += 1
+        self._last_connection = max(1, self._num_connections)
+        self._dealer.getsockopt(zmq.EVENTS)  # so that ZeroMQ lets go of the one before: nothing is sent into it now
 
     def _send(self, frame: bytes) -> bool:
         try:
@@ -118,7 +144,9 @@ class Link:
         if left <= 0 or self.session.over:
             return False
         for socket, _event in poller.poll(ceil(left * 1_000)):
-            if not isinstance(socket, zmq.Socket):
+            if socket is self._connections:
+                self._note_connections()
+            elif not isinstance(socket, zmq.Socket):
                 self.session.look()
         return not self.session.over
 
