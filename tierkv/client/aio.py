@@ -55,9 +55,10 @@ async def connect(
     data_dir: str | os.PathLike[str] | None = None,
     name: str = "",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    node_user: str | int | None = None,
 ) -> Client:
     """As `tierkv.client.connect`: fails open, raises ConfigError for nonsense."""
-    client = Client(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=True))
+    client = Client(make_state(endpoint, data_dir, name, timeout_seconds, node_user, maps_arena=True))
     await client._run(client._verbs.connect())
     return client
 
@@ -68,9 +69,10 @@ def connect_operator(
     data_dir: str | os.PathLike[str] | None = None,
     name: str = "",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    node_user: str | int | None = None,
 ) -> Operator:
     """As `tierkv.client.connect_operator`."""
-    return Operator(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=False))
+    return Operator(make_state(endpoint, data_dir, name, timeout_seconds, node_user, maps_arena=False))
 
 
 class Closeable(Protocol):
@@ -289,6 +291,9 @@ class Lease(LeaseCore):
         self._client = client
 
     async def copy_into(self, destination: Any) -> int:
+        if self._facts.is_inline:
+            deliver = self._deliver_to(destination)
+            return await self._client._run(self._client._verbs.fetch(self._facts, deliver))
         num_bytes = self.blocks * self._facts.group.block_bytes
         valid = await _copy(lambda: self._copy_into(destination), num_bytes)
         if valid < self.blocks:

@@ -71,6 +71,8 @@ _REASON_OF_CODE = {
     ErrorCode.LAYOUT_MISMATCH: Reason.LAYOUT_MISMATCH,
     ErrorCode.KEY_MISMATCH: Reason.KEY_MISMATCH,
     ErrorCode.UNKNOWN_GRANT: Reason.GRANT_ENDED,
+    ErrorCode.TOO_MANY: Reason.SESSION_CAP,
+    ErrorCode.NODE_AWAY: Reason.NODE_AWAY,
     ErrorCode.SHUTTING_DOWN: Reason.SHUTDOWN,
     ErrorCode.TIMEOUT: Reason.DEADLINE,
 }

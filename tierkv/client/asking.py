@@ -194,6 +194,11 @@ class Asking:
             if isinstance(session, Failure):
                 return session
             answer: Reply | Failure | None = None
+            if group is not None and group.tenant != session.tenant:
+                # It was declared while no node was there to say so. The keys of this call have another root: a miss.
+                group.live_under(session.tenant)
+                if make is not None:
+                    return Failure(Reason.NOT_READY)
             if group is not None and group.key not in session.opened:
                 answer = yield from self._open(session, group, budget)
             if not isinstance(answer, Failure) and make is not None:

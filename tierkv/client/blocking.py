@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
-from tierkv.client.endpoint import find_endpoint
+from tierkv.client.endpoint import find_endpoint, find_node_user
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.links import LinkPool, drive
@@ -52,11 +52,16 @@ def connect(
     data_dir: str | os.PathLike[str] | None = None,
     name: str = "",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    node_user: str | int | None = None,
 ) -> Client:
     """A client of the node whose sockets are in `endpoint`, or which serves `data_dir` (else TIERKV_ENDPOINT,
     TIERKV_DATA_DIR). Fails open: a node that is away makes every call a quick miss, until it is back. Raises
-    ConfigError for nonsense."""
-    client = Client(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=True))
+    ConfigError for nonsense.
+
+    Where `endpoint` is the directory for tenants that are not trusted, payload travels inline, behind the same verbs.
+    `node_user` (a name or a number; else TIERKV_NODE_USER) is whose node is believed, as our own user's and root's are:
+    anybody can make a directory with sockets."""
+    client = Client(make_state(endpoint, data_dir, name, timeout_seconds, node_user, maps_arena=True))
     client._run(client._verbs.connect())
     return client
 
@@ -67,9 +72,10 @@ def connect_operator(
     data_dir: str | os.PathLike[str] | None = None,
     name: str = "",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    node_user: str | int | None = None,
 ) -> Operator:
     """For tools: looks and asks, maps no memory. Its verbs raise NodeUnreachable when no node answers."""
-    return Operator(make_state(endpoint, data_dir, name, timeout_seconds, maps_arena=False))
+    return Operator(make_state(endpoint, data_dir, name, timeout_seconds, node_user, maps_arena=False))
 
 
 def make_state(
@@ -77,6 +83,7 @@ def make_state(
     data_dir: str | os.PathLike[str] | None,
     name: str,
     timeout_seconds: float,
+    node_user: str | int | None = None,
     *,
     maps_arena: bool,
 ) -> ClientState:
@@ -85,6 +92,7 @@ def make_state(
         client=f"pid {os.getpid()}",
         maps_arena=maps_arena,
         timeout_seconds=require_timeout(timeout_seconds),
+        node_user=find_node_user(node_user),
     )
 
 
@@ -301,6 +309,8 @@ class Lease(LeaseCore):
         `destination` is a writable buffer of at least `blocks` times `block_bytes`, or has `write_blocks` (see
         BlockWriter). Raises LayoutMismatch or ValueError, before anything is copied, where it doesn't fit.
         """
+        if self._facts.is_inline:
+            return self._client._run(self._client._verbs.fetch(self._facts, self._deliver_to(destination)))
         valid = self._copy_into(destination)
         if valid < self.blocks:
             self._client._state.count(Reason.REVOKED)

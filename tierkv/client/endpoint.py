@@ -1,8 +1,9 @@
-"""Which node is meant: the directory of its sockets."""
+"""Which node is meant: the directory of its sockets, and whose it may be."""
 
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tierkv.wire.socket_directory import MAX_SOCKET_PATH_BYTES, excess_bytes, fi
 ENDPOINT_VARIABLE = "TIERKV_ENDPOINT"
 DATA_DIR_VARIABLE = "TIERKV_DATA_DIR"
 NAME_VARIABLE = "TIERKV_NAME"
+NODE_USER_VARIABLE = "TIERKV_NODE_USER"
 
 
 def find_endpoint(
@@ -36,3 +38,17 @@ def find_endpoint(
     if excess := excess_bytes(directory):
         raise ConfigError("endpoint", f"{excess} bytes too long: a socket's path has {MAX_SOCKET_PATH_BYTES} at most")
     return directory
+
+
+def find_node_user(given: str | int | None, environ: Mapping[str, str] = os.environ) -> int | None:
+    """The number of the user whose node is believed besides our own user's and root's: `given` (a name or a number),
+    else TIERKV_NODE_USER, else None. Raises ConfigError for a user that this machine doesn't know."""
+    chosen = environ.get(NODE_USER_VARIABLE) or None if given is None else given
+    if chosen is None:
+        return None
+    if isinstance(chosen, int) or (chosen.isascii() and chosen.isdigit()):
+        return int(chosen)
+    try:
+        return pwd.getpwnam(chosen).pw_uid
+    except KeyError:
+        raise ConfigError("node_user", f"{chosen!r} is no user of this machine; give a name or a number") from None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from tierkv.client.session import Session
 from tierkv.core.reasons import Reason
 from tierkv.errors import ForkedClient
 from tierkv.wire.messages import BlockState, LeasePart
+
+if TYPE_CHECKING:
+    from tierkv.client.inline import StagedBlocks
 
 _NO_OFFSETS = np.empty(0, np.int64)
 
@@ -63,13 +66,15 @@ class Slots:
             )
             yield int(blocks[start]), rows
 
-    def count_valid(self) -> int:
-        """How many slots, from the first, still hold what was granted: what was read from them before is proven."""
+    def count_valid(self, first: int = 0, end: int | None = None) -> int:
+        """How many of the slots [first, end), from the first of them, still hold what was granted: what was read from
+        them before is proven."""
         _fence()
-        current = self._current[self.offsets // self._page_bytes]
-        if current.tobytes() == self._granted:
+        current = self._current[self.offsets[first:end] // self._page_bytes]
+        granted = self._granted if not first and end is None else self._granted[8 * first : 8 * (first + len(current))]
+        if current.tobytes() == granted:
             return len(current)
-        return int(np.argmin(current == np.frombuffer(self._granted, "<u8")))
+        return int(np.argmin(current == np.frombuffer(granted, "<u8")))
 
 
 def slot_bytes(block_bytes: int, page_bytes: int) -> int:
@@ -94,7 +99,8 @@ _BEFORE, _AFTER = threading.Lock(), threading.Lock()
 
 @dataclass(slots=True, kw_only=True)
 class LeaseFacts:
-    """What a lease is made from. Without slots (a miss, or another session holds them) there is nothing to copy."""
+    """What a lease is made from. Without slots (a miss, or another session holds them) there is nothing to copy; unless
+    it `is_inline`, and its bytes are to be fetched."""
 
     group: GroupRecord
     grant: bytes = b""
@@ -107,6 +113,7 @@ class LeaseFacts:
     parts: tuple[LeasePart, ...] = ()
     reason: Reason | None = None
     revocable: bool = False
+    is_inline: bool = False
 
 
 class LeaseCore:
@@ -166,6 +173,20 @@ class LeaseCore:
                 rows[first : first + len(blocks)] = blocks
         return min(len(leading), slots.count_valid())
 
+    def _deliver_to(self, destination: Any) -> Callable[[int, np.ndarray], None]:
+        """Where fetched blocks go."""
+        rows = self._destination(destination)
+        if self._released:
+            raise ValueError("lease: it has been released, nothing of it can be fetched any more")
+        if rows is None:
+            write_blocks: Callable[[int, np.ndarray], None] = destination.write_blocks
+            return write_blocks
+
+        def copy(first: int, blocks: np.ndarray) -> None:
+            rows[first : first + len(blocks)] = blocks
+
+        return copy
+
     def _destination(self, destination: Any) -> np.ndarray | None:
         """None for one that writes by itself."""
         if not isinstance(destination, np.ndarray) and isinstance(destination, BlockWriter):
@@ -191,6 +212,8 @@ class LeaseCore:
     def _slots(self) -> Slots | None:
         if self._released:
             raise ValueError("lease: it has been released, its slots may hold anything by now")
+        if self._facts.is_inline:
+            raise ValueError("lease: this session does not map the arena, so it has no raw views; use copy_into")
         if self._facts.blocks and self._facts.slots is None:
             raise ValueError(f"lease: rank {self._facts.group.rank} of it is held by another session")
         return self._facts.slots and self._facts.slots.require_own_process()
@@ -207,13 +230,15 @@ class LeaseCore:
 
 @dataclass(slots=True, kw_only=True)
 class TicketFacts:
-    """`granted` numbers the blocks (from token 0) that have a slot, in order."""
+    """`granted` numbers the blocks (from token 0) that have a slot, in order. `staged`: they are written there, and
+    sent with the commit."""
 
     group: GroupRecord
     first_block: int
     grant: bytes = b""
     session: Session | None = None
     slots: Slots | None = None
+    staged: StagedBlocks | None = None
     states: bytes = b""
     granted: np.ndarray = field(default_factory=lambda: _NO_OFFSETS)
     reason: Reason | None = None

@@ -8,13 +8,15 @@ from tierkv.client.prompt import Extras, KeyChain, TokenIds, pack_prompt
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, chain_keys
+from tierkv.core.tenancy import under_tenant
 from tierkv.errors import ConfigError, LayoutMismatch
 from tierkv.wire.messages import MAX_TEXT
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupRecord:
-    """`persistent` and `persistence_reason` are the node's word, known once it was opened."""
+    """`persistent` and `persistence_reason` are the node's word, known once it was opened. `tenant` is the session's,
+    and part of what the keys are rooted in: see `live_under`."""
 
     identity: Identity
     rank: int
@@ -27,11 +29,17 @@ class GroupRecord:
     block_bytes: int = field(init=False)
     persistent: bool | None = None
     persistence_reason: str = ""
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         self.key = self.identity.group_key()
         self.block_tokens = self.identity.layout.block_tokens
         self.block_bytes = self.identity.layout.total_block_bytes
+
+    def live_under(self, tenant: str) -> None:
+        """Root the keys as the node does for sessions of this tenant. Keys made before find nothing from now on."""
+        self.tenant = tenant
+        self.key = under_tenant(self.identity, tenant).group_key()
 
     def make_keys(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bytes:
         return chain_keys(self.key, pack_prompt(tokens), self.block_tokens, extras=extras)

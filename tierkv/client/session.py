@@ -26,6 +26,7 @@ from tierkv.wire.session import (
     SESSION_SOCKET_NAME,
     Detach,
     IncarnationEnded,
+    InlineGrant,
     SessionGrant,
     SessionHello,
     SessionRefused,
@@ -54,11 +55,11 @@ class Refusal:
 class Session:
     """Made by `open_session`. The client's lock guards `grants` and `retired`; `look` may be called by any thread."""
 
-    def __init__(self, connection: socket.socket, grant: SessionGrant, arena: ArenaMap | None) -> None:
+    def __init__(self, connection: socket.socket, grant: SessionGrant | InlineGrant, arena: ArenaMap | None) -> None:
         self.token = grant.token
         self.incarnation = grant.incarnation
         self.endpoint = grant.endpoint
-        self.data_dir = grant.data_dir
+        self.tenant = grant.tenant if isinstance(grant, InlineGrant) else ""  # with one, payload travels inline
         self.arena = arena
         self.opened: set[bytes] = set()  # groups that the node knows under this session
         self.greeted = False
@@ -110,12 +111,16 @@ class Session:
             self._connection.shutdown(socket.SHUT_RD)
 
 
-def open_session(socket_dir: Path, *, client: str, maps_arena: bool, until: float) -> Session | Refusal:
-    """The first exchange on the session socket, done before `until` (monotonic seconds) or refused."""
+def open_session(
+    socket_dir: Path, *, client: str, maps_arena: bool, until: float, node_user: int | None = None
+) -> Session | Refusal:
+    """The first exchange on the session socket, done before `until` (monotonic seconds) or refused. `node_user` is
+    believed besides our own user and root."""
     path = socket_dir / SESSION_SOCKET_NAME
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        opened = _exchange(connection, path, client, maps_arena, until)
+        _connect(connection, path, node_user, until)
+        opened = _exchange(connection, client, maps_arena, until)
     except TimeoutError:
         opened = Refusal(Reason.DEADLINE, f"no answer on {path}")
     except OSError as away:
@@ -139,18 +144,21 @@ def _give_up(connection: socket.socket) -> None:
             os.close(descriptor)
         with suppress(WireError):
             answer = decode_packet(packet)
-            if isinstance(answer, SessionGrant):
+            if isinstance(answer, SessionGrant | InlineGrant):
                 _decline(connection, answer)
 
 
-def _decline(connection: socket.socket, grant: SessionGrant) -> None:
+def _decline(connection: socket.socket, grant: SessionGrant | InlineGrant) -> None:
     connection.send(encode_packet(Detach(incarnation=grant.incarnation)), socket.MSG_DONTWAIT)
 
 
-def _exchange(connection: socket.socket, path: Path, client: str, maps_arena: bool, until: float) -> Session | Refusal:
+def _connect(connection: socket.socket, path: Path, node_user: int | None, until: float) -> None:
     connection.settimeout(_remaining(until))
     connection.connect(os.fspath(path))
-    _require_own_peer(connection)
+    _require_believed_peer(connection, node_user)
+
+
+def _exchange(connection: socket.socket, client: str, maps_arena: bool, until: float) -> Session | Refusal:
     hello = SessionHello(protocol=PROTOCOL_VERSION, client=client, maps_arena=maps_arena)
     connection.send(encode_packet(hello))
     connection.settimeout(_remaining(until))
@@ -168,6 +176,8 @@ def _accept(connection: socket.socket, packet: bytes, descriptors: list[int], ma
     answer = decode_packet(packet)
     if isinstance(answer, SessionRefused):
         return Refusal(_REFUSALS.get(answer.code, Reason.NODE_AWAY), f"{answer.code}: {answer.problem}")
+    if isinstance(answer, InlineGrant):
+        return Session(connection, answer, None)
     if not isinstance(answer, SessionGrant):
         raise WireError(ErrorCode.MALFORMED, f"{type(answer).__name__} is no answer to SessionHello")
     if not maps_arena:
@@ -188,12 +198,14 @@ def _map_arena(grant: SessionGrant, descriptors: list[int]) -> ArenaMap:
     return ArenaMap(arena_fd, generations_fd, arena_bytes=grant.arena_bytes, page_bytes=grant.page_bytes)
 
 
-def _require_own_peer(connection: socket.socket) -> None:
-    """A socket in a shared directory could be anybody's: only our own user and root are believed."""
+def _require_believed_peer(connection: socket.socket, node_user: int | None) -> None:
+    """A socket in a shared directory could be anybody's: only our own user, root, and who was named are believed."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _pid, uid, _gid = struct.unpack("3i", raw)
-    if uid != os.geteuid() and uid not in TRUSTED_USERS:
-        raise PermissionError(f"served by user {uid}, not by user {os.geteuid()}")
+    if uid != os.geteuid() and uid not in TRUSTED_USERS and uid != node_user:
+        raise PermissionError(
+            f"served by user {uid}, not by user {os.geteuid()}; if that is the node's user, name it as node_user"
+        )
 
 
 def _remaining(until: float) -> float:

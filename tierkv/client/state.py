@@ -32,6 +32,7 @@ class ClientState:
         client: str,
         maps_arena: bool,
         timeout_seconds: float,
+        node_user: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket_dir = socket_dir
@@ -42,6 +43,7 @@ class ClientState:
         self.next_id = itertools.count(1).__next__
         self._client = client
         self._maps_arena = maps_arena
+        self._node_user = node_user
         self._pid = os.getpid()
         self._grant_prefix = os.urandom(8)
         self._grant_numbers = itertools.count()
@@ -118,7 +120,13 @@ class ClientState:
             current = self.session()
             if current is not None:
                 return current
-            opened = open_session(self.socket_dir, client=self._client, maps_arena=self._maps_arena, until=until)
+            opened = open_session(
+                self.socket_dir,
+                client=self._client,
+                maps_arena=self._maps_arena,
+                until=until,
+                node_user=self._node_user,
+            )
             return self._adopt(opened) if isinstance(opened, Session) else opened
         finally:
             self._connecting.release()

@@ -7,9 +7,10 @@ import msgspec
 import numpy as np
 
 from tierkv.client.answers import Committed, CommitWait, Match, Sealed, reason_of_text
-from tierkv.client.asking import Answer, Asking, Failure
+from tierkv.client.asking import Answer, Failure
 from tierkv.client.grants import LeaseFacts, Slots, TicketFacts, granted_blocks, slot_bytes
 from tierkv.client.groups import GroupRecord
+from tierkv.client.inline import InlineVerbs, StagedBlocks
 from tierkv.client.prompt import Extras, TokenIds, pack_prompt
 from tierkv.client.session import Session
 from tierkv.client.steps import Verb
@@ -41,7 +42,7 @@ FRAME_ROOM = 65_536
 """Bytes of a Reserve that are neither keys nor tokens nor extras, with room to spare."""
 
 
-class Verbs(Asking):
+class Verbs(InlineVerbs):
     # ---- reading
 
     def match(self, group: GroupRecord, keys: bytes) -> Verb[Match]:
@@ -106,12 +107,22 @@ class Verbs(Asking):
         self._state.count(facts.reason)
         if not reply.blocks:
             return facts
+        if session.tenant:
+            return self._hold_inline(facts, session, most)
         part = next((part for part in reply.parts if part.rank == group.rank), None)
         if part is None and has_holders:
             return facts  # all of it is for others
         if part is None or reply.blocks > most:
             return self._refuse_lease(group, session, grant)
         return self._hold_slots(facts, session, part)
+
+    def _hold_inline(self, facts: LeaseFacts, session: Session, most: int) -> LeaseFacts:
+        if facts.blocks > most:
+            return self._refuse_lease(facts.group, session, facts.grant)
+        if not self._state.hold(session):
+            return LeaseFacts(group=facts.group, reason=self._reason(Failure(Reason.SESSION_GONE)))
+        facts.session, facts.is_inline = session, True
+        return facts
 
     def _hold_slots(self, facts: LeaseFacts, session: Session, part: LeasePart) -> LeaseFacts:
         group = facts.group
@@ -186,6 +197,29 @@ class Verbs(Asking):
             raise ValueError(f"first_block: {first_block} is negative")
         step = group.block_tokens * TOKEN_BYTES
         end = min(blocks, _room_in_frame(first_block, step, extras))
+        return (
+            yield from self.reserve_packed(
+                group,
+                keys[: end * KEY_BYTES],
+                first_block=first_block,
+                tokens=packed[first_block * step : end * step],
+                extras={block: list(inputs) for block, inputs in extras.items() if first_block <= block < end},
+                deadline_seconds=deadline_seconds,
+            )
+        )
+
+    def reserve_packed(
+        self,
+        group: GroupRecord,
+        keys: bytes,
+        *,
+        first_block: int,
+        tokens: bytes,
+        extras: dict[int, list[bytes]],
+        deadline_seconds: float,
+    ) -> Verb[TicketFacts]:
+        """As `reserve`, with everything as it is sent: `tokens` are those of the blocks from `first_block` on."""
+        end = len(keys) // KEY_BYTES
         if end <= first_block:
             return TicketFacts(group=group, first_block=first_block)
         budget = self.budget(deadline_seconds)
@@ -196,10 +230,10 @@ class Verbs(Asking):
             grant=grant,
             group=group.key,
             rank=group.rank,
-            keys=keys[: end * KEY_BYTES],
+            keys=keys,
             first=first_block,
-            tokens=packed[first_block * step : end * step],
-            extras={block: list(inputs) for block, inputs in extras.items() if first_block <= block < end},
+            tokens=tokens,
+            extras=extras,
         )
         answer = yield from self._ask_grant(group, make, budget, grant, Abort)
         if isinstance(answer, Failure):
@@ -217,7 +251,7 @@ class Verbs(Asking):
         if not len(granted):
             return facts
         offsets = np.frombuffer(reply.offsets, "<i8")
-        if len(reply.states) != end - first_block or not _fit(offsets, session, group):
+        if len(reply.states) != end - first_block or not (session.tenant or _fit(offsets, session, group)):
             self._state.doubt(session, Abort(id=0, session=session.token, grant=grant))
             reason = self._reason(Failure(Reason.WIRE_ERROR))
             return TicketFacts(group=group, first_block=first_block, reason=reason)
@@ -225,7 +259,10 @@ class Verbs(Asking):
             reason = self._reason(Failure(Reason.SESSION_GONE))
             return TicketFacts(group=group, first_block=first_block, reason=reason)
         facts.grant, facts.session, facts.granted = grant, session, granted
-        facts.slots = Slots(session, group, offsets, reply.generations)
+        if session.tenant:
+            facts.slots = facts.staged = StagedBlocks(group.block_bytes, len(granted))
+        else:
+            facts.slots = Slots(session, group, offsets, reply.generations)
         return facts
 
     def commit(self, facts: TicketFacts, wait: CommitWait) -> Verb[Committed]:
@@ -233,6 +270,10 @@ class Verbs(Asking):
         if session is None:
             return Committed(visible=0, staged=0, reason=facts.reason)
         ending = Commit(id=0, session=session.token, grant=facts.grant)
+        if facts.staged is not None:
+            problem = yield from self._put_or_abort(facts, session)
+            if problem is not None:
+                return Committed(visible=0, staged=0, reason=self._reason(problem))
         if wait is CommitWait.SENT:
             failure = yield from self._give_back(session, ending)
             if failure is not None:
@@ -246,6 +287,16 @@ class Verbs(Asking):
             return Committed(visible=0, staged=0, reason=self._reason(answer))
         reply: CommitReply = answer.reply
         return Committed(visible=reply.visible, staged=reply.staged)
+
+    def _put_or_abort(self, facts: TicketFacts, session: Session) -> Verb[Failure | None]:
+        problem: Failure | None = Failure(Reason.DEADLINE)
+        try:
+            problem = yield from self.put_staged(facts)
+        finally:  # also when the caller is interrupted or cancelled: what is half there must not stay
+            if problem is not None:
+                self._state.doubt(session, Abort(id=0, session=session.token, grant=facts.grant))
+                self._state.let_go(session)
+        return problem
 
     def abort(self, facts: TicketFacts) -> Verb[None]:
         """On its way when this returns, like `release`."""

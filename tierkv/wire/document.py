@@ -28,7 +28,8 @@ Protocol version {messages.PROTOCOL_VERSION}. Two sockets lie in a node's socket
 
 A message is a MessagePack map whose `type` names it. A frame has at most {messages.MAX_FRAME_BYTES} bytes, a packet
 {session.MAX_PACKET_BYTES}. Fields that have a default may be left out; fields that aren't known are ignored. So fields
-are added with defaults, and nothing is renamed. Bytes of blocks never travel here: they are in shared memory.
+are added with defaults, and nothing is renamed. Bytes of blocks never travel here: they are in shared memory. (Tenants
+that must not map it get them in frames, from a gateway that speaks the same messages: `Fetch` and `Put`.)
 
 **Every request is answered**: by the reply named with it, by `NotReady` while the node is recovering, or by `Error`,
 with the request's `id`. Every request carries the `session` token that came with `SessionGrant`; a node that doesn't

@@ -23,6 +23,7 @@ PROTOCOL_VERSION = 1
 
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_BLOCKS = 65_536  # of one request: two million tokens in blocks of 32
+MAX_PAYLOAD_BYTES = 2**20  # of blocks in one Fetch or Put: what others wait for while it is copied
 MAX_TEXT = 4_096
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -33,6 +34,7 @@ Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, Meta(ge=0, le=65_535)]
+Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 Extra = Annotated[bytes, Meta(max_length=4_096)]
 Extras = Annotated[dict[int, Annotated[list[Extra], Meta(max_length=256)]], Meta(max_length=MAX_BLOCKS)]
 
@@ -60,6 +62,9 @@ class ErrorCode(StrEnum):
     KEY_MISMATCH = "key_mismatch"  # keys are not those of the tokens sent with them
     INVALID = "invalid"  # well-formed, but not sensible; names the field
     UNKNOWN_GRANT = "unknown_grant"
+    NOT_ALLOWED = "not_allowed"  # to a tenant that is not trusted
+    TOO_MANY = "too_many"  # sessions, groups or requests of one tenant that is not trusted
+    NODE_AWAY = "node_away"  # the gateway is there, the node behind it is not
     SHUTTING_DOWN = "shutting_down"
     TIMEOUT = "timeout"
     INTERNAL = "internal"  # a bug of ours; the node goes on
@@ -189,7 +194,8 @@ class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
     """A lease on `blocks` blocks from token 0, of which the last `nvme_blocks` were promoted for it.
 
     `cached_blocks` is what Match would have said: more than `blocks` when the deadline or the room was short,
-    which `reason` names. A lease of 0 blocks needs no release.
+    which `reason` names. A lease of 0 blocks needs no release. A session with inline payload gets no `parts`: it reads
+    with Fetch.
     """
 
     blocks: Count
@@ -256,7 +262,8 @@ class BlockState(msgspec.Struct, frozen=True):
 class ReserveReply(Reply, frozen=True, kw_only=True, tag=True):
     """`states` has a code for each block asked for; `offsets` and `generations` one for each GRANTED block, in order.
 
-    A ticket with nothing granted needs no end. `reason` says why there is no room, where there is none."""
+    A ticket with nothing granted needs no end. `reason` says why there is no room, where there is none. To a
+    session with inline payload `offsets` say where each block begins in the bytes of Put, and generations are 0."""
 
     states: bytes
     offsets: bytes
@@ -342,6 +349,36 @@ class Seal(Request, frozen=True, kw_only=True, tag=True):
 
     def __post_init__(self) -> None:
         _whole("keys", self.keys, 32)
+
+
+# ---- inline payload, for sessions that do not map the arena
+
+
+class FetchReply(Reply, frozen=True, kw_only=True, tag=True):
+    """Bytes from `start` on, all of them proven to be the lease's after they were copied. Fewer than asked for: the
+    block behind them is not valid any more."""
+
+    payload: Payload
+
+
+class Fetch(Request, frozen=True, kw_only=True, tag=True):
+    """Bytes [start, start + num_bytes) of a lease: its blocks one behind the other, in order, without padding. A block
+    may be read in parts."""
+
+    reply: ClassVar[type[Reply]] = FetchReply
+
+    grant: GrantId
+    start: Count
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_PAYLOAD_BYTES)]
+
+
+class Put(Request, frozen=True, kw_only=True, tag=True):
+    """Bytes from `start` on of a ticket: its granted blocks one behind the other, in order, without padding. A block
+    may be written in parts, from its first byte on and without a hole; Commit is refused until all are whole."""
+
+    grant: GrantId
+    start: Count
+    payload: Payload
 
 
 # ---- operators
@@ -505,6 +542,8 @@ AnyRequest = (
     | Commit
     | Abort
     | Seal
+    | Fetch
+    | Put
     | Usage
     | Status
     | Warmup
@@ -521,6 +560,7 @@ AnyReply = (
     | ReserveReply
     | CommitReply
     | SealReply
+    | FetchReply
     | UsageReply
     | StatusReply
     | WarmupReply

@@ -5,6 +5,7 @@ message. The first exchange:
 
     client      SessionHello
     supervisor  SessionGrant, with two descriptors: arena (read and write), generations (opened read only)
+            or  InlineGrant, without descriptors, from the gateway for tenants that must not be trusted
             or  SessionRefused
 
 Afterwards the client sends `Detach` when every copy that touches the arena has completed and its mapping is gone.
@@ -50,6 +51,16 @@ class SessionGrant(SessionMessage, frozen=True, kw_only=True, tag=True):
     data_dir: str
 
 
+class InlineGrant(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """From the gateway for tenants that must not be trusted: the session gets no memory, the payload of blocks travels
+    in Fetch and Put, and `tenant` is put before the salt of every identity that it opens."""
+
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    incarnation: Annotated[int, Meta(ge=0)]
+    endpoint: str
+    tenant: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class SessionRefused(SessionMessage, frozen=True, kw_only=True, tag=True):
     """`code` is an ErrorCode (protocol_version, shutting_down, malformed), wrong_user or too_many_sessions."""
 
@@ -69,7 +80,7 @@ class IncarnationEnded(SessionMessage, frozen=True, kw_only=True, tag=True):
     incarnation: int
 
 
-AnySessionMessage = SessionHello | SessionGrant | SessionRefused | Detach | IncarnationEnded
+AnySessionMessage = SessionHello | SessionGrant | InlineGrant | SessionRefused | Detach | IncarnationEnded
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnySessionMessage)
