@@ -277,7 +277,42 @@ def test_the_one_who_asked_for_others_has_nothing_to_copy_or_release(client: Cli
         with pytest.raises(ValueError, match="held by another session"):
             lease.copy_into(poisoned(4))
     assert node.saw(Release) == []
-    node._memory.leases.clear()
+    lease.release_all()  # the request was given up before the other process heard of it
+    assert [release.rank for release in node.saw(Release, at_least=1)] == [None]
+    assert node.has_no_grants()
+
+
+def test_who_asked_for_another_process_of_its_own_rank_neither_reads_nor_releases_its_part(
+    node: FakeNode, client: Client, group: Group
+) -> None:
+    store(group, TOKENS)
+    with connect(node.directory) as worker:
+        token = worker.session_token()
+        held = pytest.raises(ValueError, match="held by another session")
+        with group.acquire(TOKENS, holders=(Holder(0, token),)) as asked, held:
+            asked.copy_into(poisoned(4))
+        assert node.saw(Release) == []
+        with worker.open(make_identity()).hold(asked.grant, token, asked.parts[0]) as lease:
+            assert lease.copy_into(poisoned(4)) == 4
+        assert node.has_no_grants()
+
+
+def test_a_part_of_another_rank_is_not_held(client: Client, node: FakeNode) -> None:
+    group = client.open(make_identity(shards=2), rank=1)
+    with pytest.raises(ValueError, match="rank 0's"):
+        group.hold(b"g" * 16, client.session_token(), LeasePart(0, bytes(8), bytes(8)))
+
+
+def test_only_the_one_who_asked_ends_every_part_and_not_while_it_reads(
+    client: Client, node: FakeNode, group: Group
+) -> None:
+    store(group, TOKENS)
+    with group.acquire(TOKENS) as lease, pytest.raises(ValueError, match="own part"):
+        lease.release_all()
+    with group.hold(b"g" * 16, client.session_token(), LeasePart(0, bytes(8), bytes(8))) as lease:
+        pass
+    with pytest.raises(ValueError, match="another process asked"):
+        lease.release_all()
 
 
 @pytest.mark.parametrize(

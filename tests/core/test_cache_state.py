@@ -22,7 +22,7 @@ from tierkv.core.grants import (
     SealReady,
     Waiting,
 )
-from tierkv.core.instructions import Read, Remove, TierHealth, Write
+from tierkv.core.instructions import Read, Remove, SetAside, TierHealth, Write
 from tierkv.core.reasons import Reason
 
 
@@ -775,7 +775,7 @@ def test_a_late_removal_never_takes_the_file_of_a_newer_extent_of_the_same_name(
     bench.store_durably(prompt)
     bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, 0, bench.now))
     (remove,) = bench.worker.waiting
-    assert isinstance(remove, Remove)
+    assert isinstance(remove, SetAside)
     bench.worker.run(remove, Reason.IO_ERROR)
     bench.hear()
     bench.store(prompt)

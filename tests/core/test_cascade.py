@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from tests.core.simulation import Bench
-from tierkv.core.instructions import Remove, TierHealth, Write
+from tierkv.core.grants import Waiting
+from tierkv.core.instructions import (
+    OpFailed,
+    Read,
+    ReadDone,
+    Remove,
+    RemoveDone,
+    SetAside,
+    TierHealth,
+    Write,
+    WriteDone,
+)
 from tierkv.core.reasons import Reason
 
 
@@ -50,3 +61,51 @@ def test_what_was_lost_on_disk_and_is_in_memory_is_written_again_at_once() -> No
     bench.work()
     assert bench.match(prompt) == (1, 1)
     assert bench.flushed(prompt) == 1
+
+
+def test_a_report_that_is_no_answer_to_its_operation_ends_nothing() -> None:
+    """Else the slots of a read would stay taken for good, or a file be forgotten that is still being written."""
+    bench = Bench(host_slots=4)
+    first, second = bench.prompt(1, 2), bench.prompt(3, 4)
+    bench.store_durably(first)
+    bench.start()
+    assert isinstance(bench.acquire(first), Waiting)
+    bench.store(second)
+    bench.seal(second)
+    bench.absorb(bench.state.report_bad(first.group, first.keys, 1, bench.now))
+    kinds = {type(op): op.op for op in bench.worker.waiting}
+    assert kinds.keys() == {Read, Write, SetAside}
+    strange = {
+        Read: [WriteDone(kinds[Read], 4096, 0.1), RemoveDone(kinds[Read])],
+        Write: [ReadDone(kinds[Write], 1, 0.1), RemoveDone(kinds[Write])],
+        SetAside: [ReadDone(kinds[SetAside], 1, 0.1), WriteDone(kinds[SetAside], 4096, 0.1)],
+    }
+    for reports in strange.values():
+        for report in reports:
+            bench.absorb(bench.state.report(report, bench.now))
+    bench.work()
+    assert bench.flushed(second) == 2
+    bench.absorb(bench.state.release(bench.ready().grant, None, bench.now))
+    bench.fill_host()
+    assert bench.match(second)[0] == 2
+
+
+def test_blocks_reported_bad_go_to_quarantine_and_are_removed_where_that_fails() -> None:
+    bench = Bench(host_slots=4)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, 0, bench.now))
+    (aside,) = bench.worker.waiting
+    assert isinstance(aside, SetAside)
+    assert aside.reason is Reason.REPORTED_BAD
+    bench.absorb(bench.state.worker_died(bench.now))  # before it read that
+    bench.worker.die(0)
+    bench.absorb(bench.state.worker_started(bench.now))
+    (again,) = bench.worker.waiting
+    assert again == aside
+    bench.worker.waiting.clear()
+    bench.absorb(bench.state.report(OpFailed(again.op, Reason.IO_ERROR), bench.now))
+    bench.tick(bench.limits.retry_seconds)
+    assert [type(op) for op in bench.worker.waiting] == [Remove]
+    bench.work()
+    assert (bench.nvme_used(), bench.match(prompt)) == (0, (0, 0))

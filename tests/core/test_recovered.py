@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.core.simulation import Bench, Prompt
-from tierkv.core.instructions import Recovered, Remove, TierHealth
+from tierkv.core.instructions import Recovered, Remove, Rows, TierHealth
 from tierkv.core.state import CacheState
 
 
@@ -68,3 +68,22 @@ def test_what_was_left_may_be_stored_anew() -> None:
     assert bench.flushed(prompt) == 2
     bench.start()
     assert bench.match(prompt)[0] == 2
+
+
+@pytest.mark.parametrize("change", [{"first_token": 7}, {"block_bytes": 8192}, {"parent": b"p" * 32}])
+def test_ranks_that_tell_different_things_of_an_extent_are_not_put_together(change: dict[str, object]) -> None:
+    bench, prompt = stored_in_two_ranks()
+    reports = [
+        msgspec.structs.replace(report, rows=[msgspec.structs.replace(report.rows[0], **change)])
+        if isinstance(report, Rows) and report.rank == 1
+        else report
+        for report in bench.disk.recovery()
+    ]
+    bench.state = CacheState(bench.limits, [0] * len(bench.generations))
+    bench.worker.waiting.clear()
+    bench.absorb(bench.state.worker_started(bench.now))
+    for report in reports:
+        bench.absorb(bench.state.report(report, bench.now))
+    assert bench.match(prompt) == (0, 0)
+    bench.work()
+    assert (bench.disk.files, bench.nvme_used()) == ({}, 0)

@@ -55,3 +55,21 @@ def test_a_grant_is_one_thing_only() -> None:
     bench.absorb(effects)
     assert answer == Refused(Reason.GRANT_ENDED)
     assert not isinstance(answer, Lease)
+
+
+def test_a_grant_id_that_comes_again_for_another_store_gets_no_slots_of_the_first() -> None:
+    bench = Bench(host_slots=8, nvme_bytes=0, ranks=2)
+    mine, other = bench.prompt(1, 2), bench.prompt(3, 4)
+    bench.state.open_session(b"another", bench.now)
+    ticket = bench.reserve(mine, grant=b"ticket")
+    assert isinstance(ticket, Reservation)
+    assert bench.reserve(mine, grant=b"ticket") == ticket
+    for again in (
+        bench.reserve(other, grant=b"ticket"),
+        bench.reserve(mine, grant=b"ticket", rank=1),
+        bench.reserve(mine, grant=b"ticket", first=1),
+        bench.reserve(mine, grant=b"ticket", session=b"another"),
+    ):
+        assert again == Refused(Reason.GRANT_ENDED)
+    bench.absorb(bench.state.abort(ticket.grant, bench.now))
+    assert bench.host_used() == 0

@@ -135,7 +135,36 @@ def test_two_ranks_store_and_load_their_own_parts(kit: Kit) -> None:
     kit.state.check()
 
 
+def test_a_stranger_ends_nothing_that_others_copy_from_or_into(kit: Kit) -> None:
+    stranger = b"another-session1"
+    kit.join(stranger)
+    store(kit, 2)
+    keys, tokens = prompt(2, start=100)
+    kit.ask(Reserve, grant=T2, group=GROUP, keys=keys, first=0, tokens=tokens)
+    kit.ask(Acquire, grant=L1, group=GROUP, keys=prompt(2)[0])
+    for kind, grant in ((Commit, T2), (Abort, T2), (Release, L1)):
+        assert kit.ask(kind, grant=grant, session=stranger).code == ErrorCode.UNKNOWN_GRANT
+    assert (kit.state.num_tickets, kit.state.num_leases) == (1, 1)
+    assert kit.ask(Commit, grant=T2).visible == 2
+    kit.ask(Release, grant=L1)
+    assert kit.state.num_leases == 0
+
+
 # ---- keys against tokens
+
+
+def test_what_a_check_found_of_a_session_that_ended_is_forgotten(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_check, "SLICE_BLOCKS", 1)
+    keys, tokens = prompt(3)
+    kit.ask(Reserve, grant=T1, group=GROUP, keys=keys, first=0, tokens=tokens)
+    kit.send(Commit, grant=T1)
+    kit.ask(Reserve, grant=T2, group=GROUP, keys=prompt(1, start=90)[0], first=0, tokens=prompt(1, start=50)[1])
+    while kit.service.num_checks > 1:
+        kit.service.check_keys(kit.now)
+    kit.service.end_session(ENGINE, kit.now)
+    assert kit.service.num_checks == 0
+    assert kit.service._writing._checks.open_grants() == []
+    kit.state.check()
 
 
 def test_keys_that_are_not_those_of_the_tokens_are_never_published(kit: Kit) -> None:

@@ -305,6 +305,11 @@ class Lease(LeaseCore):
         if facts is not None:
             await self._client._run(self._client._verbs.release(facts))
 
+    async def release_all(self) -> None:
+        facts = self._end_all()
+        if facts is not None:
+            await self._client._run(self._client._verbs.release_all(facts))
+
     async def _close(self) -> None:
         await self.release()
 

@@ -236,8 +236,8 @@ class Group(GroupCore):
         """A lease on the longest cached prefix that can be in host memory before the deadline; use it in a `with`.
 
         `holders` names the sessions that copy, by rank; they get their parts with `hold` and release them, while this
-        lease releases only its own rank's. A `revocable` lease may be taken back when it is held too long, which
-        `copy_into` notices.
+        lease releases only the part that this process holds itself. A `revocable` lease may be taken back when it is
+        held too long, which `copy_into` notices.
         """
         packed = self._record.resolve_keys(tokens, keys)
         verb = self._verbs.acquire(
@@ -252,7 +252,8 @@ class Group(GroupCore):
 
     def hold(self, grant: bytes, token: bytes, part: LeasePart) -> Lease:
         """The part of a lease that another process asked for with this one as the holder (`token`: this process's
-        session token, as it was given to the other). Empty when the node has restarted since."""
+        session token, as it was given to the other). Empty when the node has restarted since. Raises ValueError for a
+        part of another rank."""
         self._client._state.begin_call()
         return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
 
@@ -322,6 +323,13 @@ class Lease(LeaseCore):
         facts = self._end()
         if facts is not None:
             self._client._run(self._client._verbs.release(facts))
+
+    def release_all(self) -> None:
+        """For the one who asked on behalf of others: the promise that no holder copies, now or later. Ends every part,
+        so that a request that was given up before its holders were told leaves nothing behind."""
+        facts = self._end_all()
+        if facts is not None:
+            self._client._run(self._client._verbs.release_all(facts))
 
     def __enter__(self) -> Self:
         return self

@@ -100,11 +100,13 @@ _BEFORE, _AFTER = threading.Lock(), threading.Lock()
 @dataclass(slots=True, kw_only=True)
 class LeaseFacts:
     """What a lease is made from. Without slots (a miss, or another session holds them) there is nothing to copy; unless
-    it `is_inline`, and its bytes are to be fetched."""
+    it `is_inline`, and its bytes are to be fetched. `asker` is the session that asked for it, if it was ours; `session`
+    the one that holds `slots`."""
 
     group: GroupRecord
     grant: bytes = b""
     session: Session | None = None
+    asker: Session | None = None
     slots: Slots | None = None
     release_rank: int | None = None
     blocks: int = 0
@@ -226,6 +228,15 @@ class LeaseCore:
         facts = self._facts
         facts.slots = None
         return facts if facts.session is not None else None
+
+    def _end_all(self) -> LeaseFacts | None:
+        """Whose every part is to be released; again and again, for others' parts may be open. Raises ValueError where
+        our own part is open, or another process asked."""
+        if self._facts.slots is not None:
+            raise ValueError("lease: release this process's own part first")
+        if self._facts.blocks and self._facts.asker is None:
+            raise ValueError("lease: another process asked for it; only that one can end every part")
+        return self._facts if self._facts.blocks else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -87,11 +87,15 @@ class Verbs(InlineVerbs):
         answer = yield from self._ask_grant(group, make_held, budget, grant, Release)
         if isinstance(answer, Failure):
             return LeaseFacts(group=group, reason=self._reason(answer))
-        facts = self._lease(group, grant, answer, bool(holders), most)
+        # Another process of our rank may be the one that copies: then its part is not ours to read, nor to release.
+        is_ours = not holders or Holder(group.rank, answer.session.token) in holders
+        facts = self._lease(group, grant, answer, bool(holders), most, is_ours=is_ours)
         facts.revocable = revocable
         return facts
 
-    def _lease(self, group: GroupRecord, grant: bytes, answer: Answer, has_holders: bool, most: int) -> LeaseFacts:
+    def _lease(
+        self, group: GroupRecord, grant: bytes, answer: Answer, has_holders: bool, most: int, *, is_ours: bool
+    ) -> LeaseFacts:
         reply: AcquireReply = answer.reply
         session = answer.session
         facts = LeaseFacts(
@@ -102,6 +106,7 @@ class Verbs(InlineVerbs):
             cached_blocks=reply.cached_blocks,
             parts=reply.parts,
             release_rank=group.rank if has_holders else None,
+            asker=session,
             reason=reason_of_text(reply.reason),
         )
         self._state.count(facts.reason)
@@ -109,7 +114,7 @@ class Verbs(InlineVerbs):
             return facts
         if session.tenant:
             return self._hold_inline(facts, session, most)
-        part = next((part for part in reply.parts if part.rank == group.rank), None)
+        part = next((part for part in reply.parts if is_ours and part.rank == group.rank), None)
         if part is None and has_holders:
             return facts  # all of it is for others
         if part is None or reply.blocks > most:
@@ -142,6 +147,8 @@ class Verbs(InlineVerbs):
 
     def hold(self, group: GroupRecord, grant: bytes, token: bytes, part: LeasePart) -> LeaseFacts:
         """A lease that another session asked for, naming this one (by `token`) as the holder of `part`."""
+        if part.rank != group.rank:
+            raise ValueError(f"part: it is rank {part.rank}'s, and this process holds rank {group.rank}")
         session = self._state.session()
         blocks = len(part.offsets) // 8
         if session is None or session.token != token:
@@ -166,6 +173,12 @@ class Verbs(InlineVerbs):
         yield from self._give_back(
             session, Release(id=0, session=session.token, grant=facts.grant, rank=facts.release_rank)
         )
+
+    def release_all(self, facts: LeaseFacts) -> Verb[None]:
+        """As the one who asked, whoever holds."""
+        session = facts.asker
+        if session is not None and self._state.hold(session):
+            yield from self._give_back(session, Release(id=0, session=session.token, grant=facts.grant))
 
     def report_bad(self, group: GroupRecord, keys: bytes, first_bad: int) -> Verb[Reason | None]:
         blocks = len(keys) // KEY_BYTES

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 from tierkv.core.extent import Extent
 from tierkv.core.grants import Dropped, Evicted
-from tierkv.core.instructions import OpFailed, Read, ReadDone, Remove, RemoveDone, TierHealth, Write, WriteDone
+from tierkv.core.instructions import (
+    OpFailed,
+    Read,
+    ReadDone,
+    Remove,
+    RemoveDone,
+    SetAside,
+    TierHealth,
+    Write,
+    WriteDone,
+)
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.reasons import Reason
@@ -31,6 +41,7 @@ class _WriteOp:
 class _RemoveOp:
     extent: Extent
     rank: int
+    aside: Reason | None = None  # the file is kept in quarantine, for this reason
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +61,7 @@ class Cascade:
         self._reads_wanted: OrderedDict[tuple[Extent, int], int] = OrderedDict()  # -> up to how many blocks
         self._failed_writes: dict[Extent, Reason] = {}
         self._written_bytes: dict[Extent, int] = {}
-        self._retries: list[tuple[float, Extent, int]] = []
+        self._retries: list[tuple[float, _RemoveOp]] = []
         self._unwritten: dict[Extent, bool] = {}  # -> whether it is written again as soon as its file is removed
         self._file_owners: dict[bytes, Extent] = {}  # key -> whose file is being written or removed under that name
         self._writes_in_flight = 0
@@ -206,13 +217,16 @@ class Cascade:
         self._unwritten.pop(extent, None)
         extent.move(NvmeEvent.ADMIT)
         self._write_queue.append(extent)
-        self.pump(now)
+        self._pump_writes(now)  # and no reads: whoever seals is in the middle of a step, and reads make room
 
     def pump(self, now: float) -> None:
         """Issue what may be issued: reads first, since somebody waits for them."""
+        self._pump_reads(now)
+        self._pump_writes(now)
+
+    def _pump_writes(self, now: float) -> None:
         if not (self.is_open and self.is_worker_up):
             return
-        self._pump_reads(now)
         blocked: list[Extent] = []
         while self._write_queue and self.is_writable and self._writes_in_flight < self._ledger.limits.inflight_writes:
             extent = self._write_queue[0]
@@ -293,9 +307,10 @@ class Cascade:
         self._writes_in_flight += 1
 
     def write_done(self, report: WriteDone, now: float) -> None:
-        op = self._ops.pop(report.op, None)
+        op = self._ops.get(report.op)
         if not isinstance(op, _WriteOp):
             return  # of a worker that died before its report was read
+        del self._ops[report.op]
         counts = self._ledger.counts
         counts.nvme_written_bytes += report.file_bytes
         counts.nvme_write_seconds += report.seconds
@@ -448,7 +463,7 @@ class Cascade:
         if extent.nvme is not NvmeState.PRESENT:
             return
         extent.move(NvmeEvent.LOST)
-        self._issue_removes(extent)
+        self._issue_removes(extent, Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else None)
         self.cut_safely(extent, extent.host_blocks, now)
         self._mark_unwritten(extent, at_once=True)
         self._neighbours_changed(extent)
@@ -485,29 +500,36 @@ class Cascade:
         self._stranded_bytes += num_bytes
         self.overhead_bytes += num_bytes
 
-    def _issue_removes(self, extent: Extent) -> None:
+    def _issue_removes(self, extent: Extent, aside: Reason | None = None) -> None:
+        """`aside`: the files are right by their checksums and yet were found unusable, so they are kept for a look."""
         self._file_owners[extent.key] = extent
         self.removing_bytes += extent.nvme_bytes
         extent.condemned = extent.is_stray = False
         for rank in range(self._ledger.group_of(extent).ranks):
-            self._issue_remove(extent, rank)
+            self._issue_remove(extent, rank, aside)
 
-    def _issue_remove(self, extent: Extent, rank: int) -> None:
-        group = self._ledger.group_of(extent)
-        op = self._new_op(_RemoveOp(extent, rank))
-        extent.ops += (op,)
+    def _issue_remove(self, extent: Extent, rank: int, aside: Reason | None) -> None:
+        op = _RemoveOp(extent, rank, aside)
+        number = self._new_op(op)
+        extent.ops += (number,)
         if self.is_worker_up:
-            self._ledger.effects.append(
-                Remove(op=op, fingerprint=group.spec.identity.weights, group=extent.group, rank=rank, key=extent.key)
-            )
+            self._ledger.effects.append(self._remove_instruction(number, op))
+
+    def _remove_instruction(self, number: int, op: _RemoveOp) -> Remove | SetAside:
+        weights = self._ledger.group_of(op.extent).spec.identity.weights
+        group, rank, key = op.extent.group, op.rank, op.extent.key
+        if op.aside is not None:
+            return SetAside(op=number, fingerprint=weights, group=group, rank=rank, key=key, reason=op.aside)
+        return Remove(op=number, fingerprint=weights, group=group, rank=rank, key=key)
 
     def remove_done(self, report: RemoveDone, now: float) -> None:
-        op = self._ops.pop(report.op, None)
+        op = self._ops.get(report.op)
         if not isinstance(op, _RemoveOp):
             return
+        del self._ops[report.op]
         extent = op.extent
         extent.end_op(report.op)
-        if extent.ops or any(entry[1] is extent for entry in self._retries):
+        if extent.ops or any(retry.extent is extent for _, retry in self._retries):
             return
         del self._file_owners[extent.key]
         self.removing_bytes -= extent.nvme_bytes
@@ -587,9 +609,10 @@ class Cascade:
         )
 
     def read_done(self, report: ReadDone, now: float) -> None:
-        op = self._ops.pop(report.op, None)
+        op = self._ops.get(report.op)
         if not isinstance(op, _ReadOp):
             return
+        del self._ops[report.op]
         ledger = self._ledger
         extent, rank = op.extent, op.rank
         group = ledger.group_of(extent)
@@ -634,18 +657,19 @@ class Cascade:
             del self._ops[report.op]
             self._write_failed(op, report, now)
         elif isinstance(op, _RemoveOp):
-            # Its bytes still count until they are gone, so try until they are.
+            # Its bytes still count until they are gone, so try until they are. For quarantine there is one try.
+            op.aside = None
             del self._ops[report.op]
             op.extent.end_op(report.op)
-            self._retries.append((now + self._ledger.limits.retry_seconds, op.extent, op.rank))
+            self._retries.append((now + self._ledger.limits.retry_seconds, op))
         elif isinstance(op, _ReadOp):
             self.read_done(ReadDone(op=report.op, valid=0, seconds=0.0, reason=report.reason), now)
 
     def retry(self, now: float) -> None:
-        due = [entry for entry in self._retries if entry[0] <= now]
+        due = [op for at, op in self._retries if at <= now]
         self._retries = [entry for entry in self._retries if entry[0] > now]
-        for _, extent, rank in due:
-            self._issue_remove(extent, rank)
+        for op in due:
+            self._issue_remove(op.extent, op.rank, op.aside)
 
     def next_retry(self) -> float | None:
         return min((entry[0] for entry in self._retries), default=None)
@@ -690,16 +714,7 @@ class Cascade:
         ledger = self._ledger
         for number, op in self._ops.items():
             if isinstance(op, _RemoveOp):
-                group = ledger.group_of(op.extent)
-                ledger.effects.append(
-                    Remove(
-                        op=number,
-                        fingerprint=group.spec.identity.weights,
-                        group=op.extent.group,
-                        rank=op.rank,
-                        key=op.extent.key,
-                    )
-                )
+                ledger.effects.append(self._remove_instruction(number, op))
         self.pump(now)
 
     def health(self, report: TierHealth, now: float) -> None:
@@ -742,7 +757,7 @@ class Cascade:
                 yield from ((slot, f"read into {op.extent!r}") for slot in op.slots)
 
     def extents_in_operations(self) -> set[Extent]:
-        return {op.extent for op in self._ops.values()} | {entry[1] for entry in self._retries}
+        return {op.extent for op in self._ops.values()} | {retry.extent for _, retry in self._retries}
 
     def check_sums(self) -> None:
         """Raises BrokenInvariant when the bytes counted per state are not those of the extents in it."""

@@ -175,6 +175,10 @@ class TicketState:
     path: list[Extent]  # extents held so that the prefix stays while its continuation is written
     answer: Reservation
 
+    def is_asked_by(self, session: bytes, group: bytes, rank: int, keys: bytes, first: int) -> bool:
+        """Whether this is the request that the ticket was made for, come again."""
+        return (self.session, self.group, self.rank, self.keys, self.first) == (session, group, rank, keys, first)
+
 
 @dataclass(slots=True, eq=False)
 class Segment:
@@ -194,7 +198,9 @@ class LeaseState:
     grant: bytes
     session: bytes
     group: bytes
+    keys: bytes
     holders: dict[int, bytes]  # rank -> session, of the parts not yet ended
+    parties: frozenset[bytes]  # sessions that it concerns: the asker, and whoever has held a part
     ranks: tuple[int, ...]
     path: list[Segment]
     asked_blocks: int
@@ -202,9 +208,13 @@ class LeaseState:
     host_blocks: int  # resident when it was asked for
     deadline: float
     revocable: bool
-    created: float
+    granted_at: float = 0.0
     shortened: Reason | None = None
     answer: Lease | None = None  # None while promotions run
+
+    def is_asked_by(self, session: bytes, group: bytes, keys: bytes) -> bool:
+        """Whether this is the request that the lease was made for, come again."""
+        return (self.session, self.group, self.keys) == (session, group, keys)
 
 
 @dataclass(slots=True)

@@ -39,6 +39,8 @@ class Leases:
         """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders`."""
         ledger = self._ledger
         known = ledger.leases.get(grant)
+        if known is not None and not known.is_asked_by(session, group, keys):
+            return Refused(Reason.GRANT_ENDED)  # its slots hold what another request asked for
         if known is not None:
             return known.answer or Waiting()
         if ledger.ended.get(grant) is not None:
@@ -65,7 +67,9 @@ class Leases:
             grant=grant,
             session=session,
             group=group,
+            keys=keys,
             holders=by_rank,
+            parties=frozenset({session, *by_rank.values()}),
             ranks=tuple(by_rank),
             path=path,
             asked_blocks=count_keys(keys),
@@ -73,7 +77,6 @@ class Leases:
             host_blocks=self._resident_blocks(path, tuple(by_rank)),
             deadline=deadline,
             revocable=revocable,
-            created=now,
             shortened=reason,
         )
         ledger.leases[grant] = lease
@@ -88,14 +91,18 @@ class Leases:
         ledger.effects = deque(e for e in ledger.effects if not (isinstance(e, LeaseReady) and e.grant == grant))
         return lease.answer
 
-    def release(self, grant: bytes, rank: int | None) -> None:
-        """Every copy from the slots of `rank` (None: of all ranks) has completed."""
+    def release(self, grant: bytes, rank: int | None, session: bytes | None = None) -> None:
+        """Every copy from the slots of `rank` (None: of all ranks) has completed. Who holds a part and did not ask for
+        the lease can say so of its own part only, for it knows nothing of the others' copies."""
         lease = self._ledger.leases.get(grant)
         if lease is None:
             if self._ledger.ended.get(grant) is None:
                 self._ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
             return
-        if rank is None:
+        if session is not None and session != lease.session:
+            for held in [held for held, holder in lease.holders.items() if holder == session and rank in (None, held)]:
+                self._end_part(lease, held, Reason.GRANT_ENDED)
+        elif rank is None:
             self._end(lease, Reason.GRANT_ENDED)
         elif rank in lease.holders:
             self._end_part(lease, rank, Reason.GRANT_ENDED)
@@ -199,9 +206,10 @@ class Leases:
             blocks=blocks,
             nvme_blocks=nvme_blocks,
             cached_blocks=lease.cached_blocks,
-            parts=tuple(self._part(kept, rank) for rank in lease.ranks) if blocks else (),
+            parts=tuple(self._part(kept, rank) for rank in lease.ranks if rank in lease.holders) if blocks else (),
             reason=lease.shortened,
         )
+        lease.granted_at = now
         ledger.effects.append(LeaseReady(lease.grant, lease.answer))
         if blocks:
             ledger.counts.leases += 1
@@ -251,7 +259,7 @@ class Leases:
 
     def _revoke_due(self, lease: LeaseState) -> float:
         is_running = lease.revocable and lease.answer is not None
-        return lease.created + self._ledger.limits.revoke_after_seconds if is_running else _NEVER
+        return lease.granted_at + self._ledger.limits.revoke_after_seconds if is_running else _NEVER
 
 
 def _empty_lease(grant: bytes, cached: int, reason: Reason | None) -> Lease:

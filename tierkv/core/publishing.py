@@ -184,10 +184,12 @@ class Publisher:
     def _ready_children(self, extent: Extent, first: int, block_keys: list[bytes]) -> Iterator[tuple[Run, Place]]:
         """What is staged behind the blocks of `extent` from `first` on and has all its ranks."""
         ledger = self._ledger
+        group = ledger.groups[extent.group]
+        behind = extent.first_token // group.block_tokens + first + 1
         for offset, key in enumerate(block_keys):
             for child in map(ledger.staged.__getitem__, ledger.staged_children.get(key, ())):
-                ranks = ledger.groups[child.group].ranks
-                if len(child.slots) == ranks and child.group == extent.group:
+                ranks = group.ranks
+                if len(child.slots) == ranks and child.group == extent.group and child.index == behind + offset:
                     yield Run.of_staged([child], ranks), (extent, first + offset)
 
     def _append_run(self, run: Run, place: Place | None, now: float) -> list[tuple[Extent, int, list[bytes]]]:

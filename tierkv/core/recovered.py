@@ -41,10 +41,13 @@ class RecoveredRows:
             extent = extents.get(row.key)
             if extent is None:
                 extent = extents[row.key] = self._make_extent(group, row, now)
-                is_fit = row.block_bytes == group.block_bytes and row.key == row.keys[:KEY_BYTES]
-            else:
-                is_fit = extent.keys == row.keys and extent.parent == row.parent
-            if not is_fit:
+            is_same = (extent.group, extent.keys, extent.parent, extent.first_token) == (
+                report.group,
+                row.keys,
+                row.parent,
+                row.first_token,
+            )
+            if not (is_same and row.block_bytes == group.block_bytes and row.key == row.keys[:KEY_BYTES]):
                 self._unfit.add(row.key)
             if not extent.ranks_found & bit:
                 extent.ranks_found |= bit

@@ -146,9 +146,21 @@ class CacheState:
         )
         return answer, self._effects_after(now)
 
-    def release(self, grant: bytes, rank: int | None, now: float) -> list[Effect]:
-        """Every copy from the slots of `rank` (None: of all ranks) has completed."""
-        self._leases.release(grant, rank)
+    def is_strange_to(self, grant: bytes, session: bytes) -> bool:
+        """Whether the grant is open and `session` neither asked for it nor holds of it: not its to end."""
+        lease = self._ledger.leases.get(grant)
+        ticket = self._ledger.tickets.get(grant)
+        if lease is not None:
+            return session not in lease.parties
+        return ticket is not None and session not in (ticket.session, ticket.holder)
+
+    def is_leased(self, grant: bytes) -> bool:
+        return grant in self._ledger.leases
+
+    def release(self, grant: bytes, rank: int | None, now: float, session: bytes | None = None) -> list[Effect]:
+        """Every copy from the slots of `rank` (None: of all ranks) has completed. `session` says so (None: the asker);
+        one that only holds of the lease ends its own part and no other."""
+        self._leases.release(grant, rank, session)
         return self._effects_after(now)
 
     def report_bad(self, group: bytes, keys: bytes, first_bad: int, now: float) -> list[Effect]:

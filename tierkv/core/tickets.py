@@ -54,6 +54,8 @@ class Tickets:
         """A ticket for the missing ones of the blocks [first, end of keys) of `rank`."""
         ledger = self._ledger
         known = ledger.tickets.get(grant)
+        if known is not None and not known.is_asked_by(session, group, rank, keys, first):
+            return Refused(Reason.GRANT_ENDED)  # its slots are for what another request stores
         if known is not None:
             return known.answer
         if ledger.ended.get(grant) is not None or grant in ledger.leases:

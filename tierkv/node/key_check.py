@@ -137,6 +137,10 @@ class KeyChecks(Generic[T]):
         self._num_bytes -= check.num_bytes
         return check.waiting
 
+    def open_grants(self) -> list[bytes]:
+        """Those that are still being checked, or were found wrong and not forgotten."""
+        return [*self._checks, *self._wrong]
+
     def _advance(self, grant: bytes, check: _Check[T]) -> Verdict:
         verdict = check.run(SLICE_BLOCKS)
         if verdict is not Verdict.PENDING:

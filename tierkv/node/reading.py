@@ -10,7 +10,7 @@ from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.front_sessions import SessionTable
 from tierkv.node.outbox import Outbox
-from tierkv.node.replies import empty_lease, lease_reply
+from tierkv.node.replies import empty_lease, lease_reply, strange_grant
 from tierkv.node.waiting import Asker
 from tierkv.wire.messages import Acquire, Done, Match, MatchReply, Release, Reply, ReportBad, Request
 
@@ -58,8 +58,10 @@ class Reading:
         return None if isinstance(answer, Waiting) else lease_reply(request.id, answer)
 
     def _release(self, request: Release, _asker: Asker, now: float) -> Reply:
-        self._end(request.grant, request.rank, now)
-        if request.rank is None:
+        if self._core.look(lambda: self._state.is_strange_to(request.grant, request.session)):
+            return strange_grant(request.id)
+        self._end(request.grant, request.rank, now, request.session)
+        if not self._core.look(lambda: self._state.is_leased(request.grant)):
             self._tell_ended(self._core.leases.take(request.grant), now)
         return Done(id=request.id)
 
@@ -73,8 +75,8 @@ class Reading:
             self._end(grant, None, now)
             self._tell_ended(askers, now)
 
-    def _end(self, grant: bytes, rank: int | None, now: float) -> None:
-        self._core.do(now, lambda: self._state.release(grant, rank, now))
+    def _end(self, grant: bytes, rank: int | None, now: float, session: bytes | None = None) -> None:
+        self._core.do(now, lambda: self._state.release(grant, rank, now, session))
 
     def _tell_ended(self, askers: list[Asker], now: float) -> None:
         for asker in askers:

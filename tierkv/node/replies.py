@@ -72,6 +72,12 @@ def commit_reply(request_id: int, answer: Committed | Refused) -> Reply:
     return Error(id=request_id, code=ErrorCode.UNKNOWN_GRANT, problem=problem, field="grant")
 
 
+def strange_grant(request_id: int) -> Error:
+    """What is said to a session that would end what another one copies from, or into."""
+    problem = "this session neither asked for the grant nor holds of it; nothing was ended"
+    return Error(id=request_id, code=ErrorCode.UNKNOWN_GRANT, problem=problem, field="grant")
+
+
 def seal_reply(request_id: int, answer: SealAnswer) -> SealReply:
     return SealReply(
         id=request_id, blocks=answer.blocks, flushed_blocks=answer.flushed_blocks, reason=answer.reason or ""

@@ -182,6 +182,7 @@ class Service:
         self._core.leases.take_session(token)
         self._core.seals.take_session(token)
         self._core.do(now, lambda: self._state.end_session(token, now))
+        self._writing.session_ended(now)
 
     def on_report(self, report: AnyReport, now: float) -> None:
         if isinstance(report, ScrubProgress):

@@ -14,7 +14,7 @@ from tierkv.node.core_calls import CoreCalls
 from tierkv.node.front_sessions import SessionTable
 from tierkv.node.key_check import KeyChecks, Verdict
 from tierkv.node.outbox import Outbox
-from tierkv.node.replies import commit_reply, reservation_reply, seal_reply
+from tierkv.node.replies import commit_reply, reservation_reply, seal_reply, strange_grant
 from tierkv.node.waiting import Asker
 from tierkv.wire.messages import Abort, Commit, Done, Error, ErrorCode, Reply, Request, Reserve, Seal, SealWait
 
@@ -58,6 +58,15 @@ class Writing:
         for waiting in self._checks.run():
             reply = self._finish_commit(waiting.grant, waiting.asker.request_id, now)
             self._outbox.reply(waiting.asker, reply, now)
+
+    def session_ended(self, now: float) -> None:
+        """What its tickets' keys came to is of no interest any more; whoever waits to hear is told that they ended."""
+        is_over = self._core.look(
+            lambda: [grant for grant in self._checks.open_grants() if self._state.ticket_to_check(grant) is None]
+        )
+        for grant in is_over:
+            for waiting in self._checks.forget(grant):
+                self._outbox.reply(waiting.asker, self._finish_commit(grant, waiting.asker.request_id, now), now)
 
     def tick(self, now: float) -> None:
         for _, askers in self._core.seals.take_overdue(now):
@@ -109,6 +118,8 @@ class Writing:
             )
 
     def _commit(self, request: Commit, asker: Asker, now: float) -> Reply | None:
+        if self._core.look(lambda: self._state.is_strange_to(request.grant, request.session)):
+            return strange_grant(request.id)
         if self._checks.settle(request.grant, _WaitingCommit(request.grant, asker)) is Verdict.PENDING:
             return None
         return self._finish_commit(request.grant, request.id, now)
@@ -120,6 +131,8 @@ class Writing:
         return commit_reply(request_id, self._core.ask(now, lambda: self._state.commit(grant, now)))
 
     def _abort(self, request: Abort, _asker: Asker, now: float) -> Reply:
+        if self._core.look(lambda: self._state.is_strange_to(request.grant, request.session)):
+            return strange_grant(request.id)
         self._core.do(now, lambda: self._state.abort(request.grant, now))
         for waiting in self._checks.forget(request.grant):
             reply = self._finish_commit(request.grant, waiting.asker.request_id, now)

@@ -230,7 +230,9 @@ class Acquire(Request, frozen=True, kw_only=True, tag=True):
 
 
 class Release(Request, frozen=True, kw_only=True, tag=True):
-    """Every copy from the slots has completed. `rank` None ends all parts of the lease."""
+    """Every copy from the slots has completed. `rank` None ends all parts of the lease, when the session that asked for
+    it says so; a session that only holds of it ends its own part. Of any other session: UNKNOWN_GRANT, as for Commit
+    and Abort."""
 
     grant: GrantId
     rank: Rank | None = None
