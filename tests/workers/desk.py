@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import mmap
 import os
@@ -32,6 +31,7 @@ from tierkv.core.instructions import (
     Write,
     WriteDone,
 )
+from tierkv.node.lock import lock_data_directory
 from tierkv.workers.channel import Channel, front_end, worker_end
 from tierkv.workers.files import Files
 from tierkv.workers.storage import StorageWorker
@@ -140,11 +140,8 @@ class Arena:
 
 
 def hold_lock(root: Path) -> int:
-    """LOCK of a data directory, held, as the supervisor does it."""
-    root.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return fd
+    """LOCK of a data directory, held, as the supervisor does it. Close it."""
+    return lock_data_directory(root, 0.0).fd
 
 
 def make_config(root: Path, lock_fd: int, **changes: Any) -> WorkerConfig:
