@@ -2,6 +2,9 @@
 
 FORMAT is made first and renamed into place last, so that a set-up that was killed leaves a directory that still counts
 as empty. What is not ours is refused before anything is made in it.
+
+A file is only as durable as the names of all directories above it, the data directory's own and those that were made
+for it included: they are flushed at each start, for whoever made them may have been killed before.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ FORMAT, LOCK = "FORMAT", "LOCK"
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _NEW_FORMAT = "FORMAT.new"
+# A directory above ours that we may not open, or a file system that has nothing to flush: not ours to make durable.
+_NOT_OURS_TO_FLUSH = ("EACCES", "EPERM", "EROFS", "EINVAL")
 # Besides a lock, what a set-up that was killed half-way and a fresh file system leave behind.
-_COUNTS_AS_EMPTY = {LOCK, _NEW_FORMAT, "lost+found"}
+COUNTS_AS_EMPTY = {LOCK, _NEW_FORMAT, "lost+found"}
 _MAX_STAMP_BYTES = 4096
 
 
@@ -37,8 +42,19 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 def open_root(path: Path, *, create: bool) -> int:
-    """A descriptor of the directory, which is made where it is absent and `create` says so. Raises DataDirectoryError
-    for what is no directory of ours, StorageError."""
+    """A descriptor of the directory, which is made where it is absent and `create` says so; then its own name is
+    durable as well. Raises DataDirectoryError for what is no directory of ours, StorageError."""
+    fd = _open_root(path, create=create)
+    try:
+        if create:
+            _flush_way(path, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_root(path: Path, *, create: bool) -> int:
     try:
         fd = os.open(path, OPEN_FOLDER)
     except FileNotFoundError:
@@ -66,7 +82,6 @@ def _make_root(path: Path) -> int:
     fd = call("open", os.open, path, OPEN_FOLDER)
     try:
         call("fchmod", os.fchmod, fd, 0o700)
-        _flush_path(path.parent)
     except BaseException:
         os.close(fd)
         raise
@@ -79,7 +94,7 @@ def read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
     raw = _read_stamp(path, root_fd)
     if raw is not None:
         return _check_stamp(path, raw)
-    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - _COUNTS_AS_EMPTY)
+    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - COUNTS_AS_EMPTY)
     if foreign:
         raise DataDirectoryError(
             f"{path} is not empty (it has {foreign[0]!r}) and is not a data directory of tierkv (it has no {FORMAT});"
@@ -142,9 +157,22 @@ def _write_stamp(root_fd: int, stamp: Stamp) -> None:
     call("fsync", os.fsync, root_fd)
 
 
-def _flush_path(path: Path) -> None:
-    fd = call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        call("fsync", os.fsync, fd)
-    finally:
-        os.close(fd)
+def _flush_way(path: Path, root_fd: int) -> None:
+    """Flush the directories above, up to where the file system is mounted."""
+    device = os.fstat(root_fd).st_dev
+    for above in path.parents:
+        try:
+            fd = call("open", os.open, above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except StorageError as error:
+            if error.errno_name in _NOT_OURS_TO_FLUSH:
+                continue
+            raise
+        try:
+            if os.fstat(fd).st_dev != device:
+                return
+            call("fsync", os.fsync, fd)
+        except StorageError as error:
+            if error.errno_name not in _NOT_OURS_TO_FLUSH:
+                raise
+        finally:
+            os.close(fd)
