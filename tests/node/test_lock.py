@@ -128,3 +128,11 @@ def test_one_node_per_socket_directory(tmp_path: Path) -> None:
 def test_an_absent_socket_directory_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="socket_dir"):
         lock_socket_directory(tmp_path / "absent")
+
+
+def test_what_a_power_loss_left_of_a_set_up_counts_as_empty(tmp_path: Path) -> None:
+    """The name LOCK was not flushed yet, and that of the stamp to be came to the disk before it."""
+    (tmp_path / "FORMAT.new").write_bytes(b"")
+    (tmp_path / "lost+found").mkdir()
+    with lock_data_directory(tmp_path, 0.0):
+        assert (tmp_path / "LOCK").exists()

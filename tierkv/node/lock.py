@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse
+from tierkv.storage.stamp import COUNTS_AS_EMPTY
 
 LOCK_NAME = "LOCK"
 FORMAT_NAME = "FORMAT"
@@ -90,8 +91,9 @@ def _make_private(root: Path) -> None:
 
 def _refuse_foreign(root: Path, root_fd: int) -> None:
     """A directory with something in it is used only if a node has been there. LOCK is looked for after the listing:
-    whoever sets a directory up makes LOCK first, so that a listing with anything of it means that LOCK is there."""
-    if not os.listdir(root_fd) or _exists(LOCK_NAME, root_fd) or _exists(FORMAT_NAME, root_fd):
+    whoever sets a directory up makes LOCK first, so that a listing with anything of it means that LOCK is there, unless
+    the power went: then there may be the rest of a set-up without it."""
+    if set(os.listdir(root_fd)) <= COUNTS_AS_EMPTY or _exists(LOCK_NAME, root_fd) or _exists(FORMAT_NAME, root_fd):
         return
     raise DataDirectoryError(f"{root} is not empty and is not a data directory of tierkv; name an empty or absent one")
 
