@@ -18,6 +18,7 @@ from tierkv.errors import BrokenInvariant
 
 def check(ledger: Ledger, cascade: Cascade) -> None:
     _check_slots(ledger, cascade)
+    _check_homes(ledger)
     _check_extents(ledger)
     _check_branches(ledger)
     _check_orders(ledger)
@@ -61,6 +62,17 @@ def _check_slots(ledger: Ledger, cascade: Cascade) -> None:
     used = ledger.pool.used_slots()
     _require(owners.keys() == used, f"slots without owner {used - owners.keys()}, not in use {owners.keys() - used}")
     _require(ledger.pool.used_bytes <= ledger.pool.limit_bytes, "host memory beyond its limit")
+
+
+def _check_homes(ledger: Ledger) -> None:
+    """Who has slots in a slab is counted as extents grow and shrink."""
+    there: dict[int, Counter[Extent]] = {}
+    for extent in ledger.tree:
+        for slots in extent.slots:
+            for slot in slots:
+                there.setdefault(ledger.pool.base_of(slot), Counter())[extent] += 1
+    counted = {base: Counter(home) for base, home in ledger.homes.items()}
+    _require(counted == there, f"slabs and the extents in them: {counted} counted, {there} there")
 
 
 def _check_extents(ledger: Ledger) -> None:

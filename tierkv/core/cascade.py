@@ -27,6 +27,8 @@ from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeEvent, NvmeState
+from tierkv.core.slab_relief import find_relief, has_older
+from tierkv.core.value import Rank
 from tierkv.errors import BrokenInvariant
 
 _WRITE_HOLD = "write"
@@ -84,22 +86,43 @@ class Cascade:
         """Evict until `count` slots of this size can be had, or nothing more may go. Returns how many can be had."""
         ledger = self._ledger
         while (have := ledger.pool.available(slot_bytes)) < count:
-            victim = ledger.host_order(slot_bytes).pop()
-            if victim is not None:
-                self._evict_from_host(victim, count - have)
-            elif not (self._drop_oldest_staged(slot_bytes) or self._take_slab(slot_bytes)):
+            if not (
+                self._give_way(slot_bytes, count - have)
+                or self._drop_oldest_staged(slot_bytes)
+                or self._take_slab(slot_bytes, None)
+            ):
                 self._seal_for_room(slot_bytes, now)
                 break
         return min(count, ledger.pool.available(slot_bytes))
 
     def make_ready(self, slot_bytes: int, count: int) -> None:
         """Like `make_room`, ahead of the asking: takes only what is next in the order anyway."""
-        ledger = self._ledger
-        while (have := ledger.pool.available(slot_bytes)) < count:
-            victim = ledger.host_order(slot_bytes).pop()
-            if victim is None:
-                return
-            self._evict_from_host(victim, count - have)
+        pool = self._ledger.pool
+        while (have := pool.available(slot_bytes)) < count and self._give_way(slot_bytes, count - have):
+            pass
+
+    def _give_way(self, slot_bytes: int, slots_needed: int) -> bool:
+        """Give up what was used longest ago: the next victim of this size, or a slab of another one in which all is
+        older. Else a size that came late would live on one slab beside another's old blocks for ever."""
+        order = self._ledger.host_order(slot_bytes)
+        rank = order.oldest()
+        if rank is None:
+            return False
+        if has_older(self._ledger, slot_bytes, rank) and self._take_slab(slot_bytes, rank):
+            return True
+        victim = order.pop()
+        assert victim is not None, "there is an oldest one"
+        self._evict_from_host(victim, slots_needed)
+        return True
+
+    def _take_slab(self, slot_bytes: int, older_than: Rank | None) -> bool:
+        if not self._ledger.pool.fits(slot_bytes):
+            return False
+        relief = find_relief(self._ledger, slot_bytes, older_than)
+        for extent, remaining in relief.cuts if relief is not None else ():
+            if extent.longest_host_blocks > remaining:
+                self._leave_host(extent, remaining)
+        return relief is not None
 
     def _evict_from_host(self, extent: Extent, slots_needed: int) -> None:
         """From the tail, as few blocks as will do, at most one recency segment of the extent."""
@@ -158,36 +181,6 @@ class Cascade:
         for block in ledger.staged.values():
             if ledger.groups[block.group].slot_bytes == slot_bytes:
                 ledger.drop_staged(block.key)
-                return True
-        return False
-
-    def _take_slab(self, slot_bytes: int) -> bool:
-        """Empty the slab of another slot size that has least in it, if all of it may go."""
-        ledger = self._ledger
-        pool = ledger.pool
-        if not pool.fits(slot_bytes):
-            return False
-        for base, used in pool.slabs_of_other_sizes(slot_bytes):
-            cuts: dict[Extent, int] = {}
-            found = 0
-            for extent in ledger.tree:
-                inside = [
-                    index
-                    for slots in extent.slots
-                    for index, slot in enumerate(slots)
-                    if base <= slot < base + pool.slab_bytes
-                ]
-                if not inside:
-                    continue
-                floor = ledger.host_floor(extent)
-                if floor is None or floor > min(inside):
-                    break
-                cuts[extent] = min(inside)
-                found += len(inside)
-            if found == used:
-                for extent, remaining in cuts.items():
-                    if extent.in_tree:
-                        self._leave_host(extent, remaining)
                 return True
         return False
 

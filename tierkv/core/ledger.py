@@ -19,7 +19,7 @@ from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 from tierkv.core.slabs import PAGE_BYTES, SlabPool
-from tierkv.core.value import EvictionOrder, LeastRecentlyUsed
+from tierkv.core.value import EvictionOrder, LeastRecentlyUsed, Rank
 
 Effect = AnyInstruction | Notice
 
@@ -105,6 +105,7 @@ class Ledger:
         self.host_limit_since = 0.0
         self.touched: dict[Extent, None] = {}
         self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
+        self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
         self.nvme_order: EvictionOrder = LeastRecentlyUsed()
         self.doomed_bytes = 0
         self.counts = Counters()
@@ -206,6 +207,9 @@ class Ledger:
     def append_host(self, extent: Extent, rank: int, slots: list[int]) -> None:
         before = extent.longest_host_blocks
         extent.slots[rank].extend(slots)
+        for base, inside in self.pool.by_slab(slots):
+            home = self.homes.setdefault(base, {})
+            home[extent] = home.get(extent, 0) + len(inside)
         self._host_changed(extent, before, len(slots))
 
     def cut_host(self, extent: Extent, rank: int, num_blocks: int) -> None:
@@ -215,6 +219,8 @@ class Ledger:
             return
         before = extent.longest_host_blocks
         del extent.slots[rank][num_blocks:]
+        for base, inside in self.pool.by_slab(slots):
+            self._leave_home(extent, base, len(inside))
         waits_for = {who for who, blocks in extent.holds.items() if blocks > num_blocks}
         if waits_for:
             extent.doomed.append(Doomed(slots, waits_for))
@@ -222,6 +228,14 @@ class Ledger:
         else:
             self.pool.release(slots)
         self._host_changed(extent, before, -len(slots))
+
+    def _leave_home(self, extent: Extent, base: int, count: int) -> None:
+        home = self.homes[base]
+        home[extent] -= count
+        if not home[extent]:
+            del home[extent]
+            if not home:
+                del self.homes[base]
 
     def _host_changed(self, extent: Extent, before: int, change: int) -> None:
         self.group_of(extent).host_slots += change
@@ -250,10 +264,7 @@ class Ledger:
 
     def host_floor(self, extent: Extent) -> int | None:
         """The block from which on this extent's host copies may go; None: none may."""
-        group = self.group_of(extent)
-        if not extent.in_tree or extent.reading:
-            return None
-        if self.has_nvme and group.persistent and not self._is_settled(extent):
+        if extent.reading or not self.may_leave_host(extent):
             return None
         floor = extent.held_blocks
         is_on_nvme = extent.nvme is NvmeState.PRESENT
@@ -261,6 +272,16 @@ class Ledger:
             if branch.host_kids or (branch.kids and not is_on_nvme):
                 floor = max(floor, index + 1)
         return floor if floor < extent.longest_host_blocks else None
+
+    def may_leave_host(self, extent: Extent) -> bool:
+        """Whoever holds it aside: whether its host copies are needed for nothing that is on its way to NVMe."""
+        if not extent.in_tree:
+            return False
+        return not (self.has_nvme and self.group_of(extent).persistent) or self._is_settled(extent)
+
+    def rank_of(self, extent: Extent, remaining: int) -> Rank:
+        """How late the blocks from `remaining` on go."""
+        return not extent.is_orphan, extent.tail_used if remaining >= extent.hot_blocks else extent.last_used
 
     def may_leave_nvme(self, extent: Extent) -> bool:
         return (

@@ -80,7 +80,7 @@ class SlabPool:
     def release(self, slots: list[int]) -> None:
         """Give memory up. The generation moves first, so that whoever still reads can tell."""
         generations, page_bytes = self._generations, self.page_bytes
-        for base, inside in self._by_slab(slots):
+        for base, inside in self.by_slab(slots):
             slab = self._slabs.get(base)
             if slab is None or not slab.used.issuperset(inside) or len(set(inside)) < len(inside):
                 raise BrokenInvariant(f"among slots {inside} is one that is freed twice")
@@ -100,7 +100,7 @@ class SlabPool:
             elif was_full:
                 heapq.heappush(self._open[slab.slot_bytes], base)
 
-    def _by_slab(self, slots: list[int]) -> Iterator[tuple[int, list[int]]]:
+    def by_slab(self, slots: list[int]) -> Iterator[tuple[int, list[int]]]:
         """(base of a slab, slots in it), for stretches of `slots` that lie in one."""
         start = 0
         while start < len(slots):
@@ -111,6 +111,10 @@ class SlabPool:
                 rest = list(takewhile(range(base, end).__contains__, rest))
             yield base, rest
             start += len(rest)
+
+    def base_of(self, slot: int) -> int:
+        """The slab that a slot lies in."""
+        return slot // self.slab_bytes * self.slab_bytes
 
     def generation(self, slot: int) -> int:
         return self._generations[slot // self.page_bytes]

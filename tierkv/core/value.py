@@ -8,6 +8,9 @@ from typing import Protocol
 
 from tierkv.core.extent import Extent
 
+Rank = tuple[bool, float]
+"""(whether it is no orphan, last use): of two, the lower goes first, whatever order it stands in."""
+
 
 class EvictionOrder(Protocol):
     """Holds the extents that may lose blocks now (leaves, not held) and names the next victim."""
@@ -20,6 +23,12 @@ class EvictionOrder(Protocol):
 
     def pop(self) -> Extent | None:
         """Take out the extent that should go first; None when nothing may go."""
+
+    def next_victim(self) -> Extent | None:
+        """What `pop` would take out."""
+
+    def oldest(self) -> Rank | None:
+        """The rank of what `pop` would take out."""
 
     def __contains__(self, extent: Extent) -> bool: ...
 
@@ -45,12 +54,22 @@ class LeastRecentlyUsed:
         self._offers.pop(extent, None)
 
     def pop(self) -> Extent | None:
+        victim = self.next_victim()
+        if victim is not None:
+            heapq.heappop(self._heap)
+            del self._offers[victim]
+        return victim
+
+    def next_victim(self) -> Extent | None:
         while self._heap:
-            _, _, number, extent = heapq.heappop(self._heap)
+            _, _, number, extent = self._heap[0]
             if self._offers.get(extent) == number:
-                del self._offers[extent]
                 return extent
+            heapq.heappop(self._heap)
         return None
+
+    def oldest(self) -> Rank | None:
+        return self._heap[0][:2] if self.next_victim() is not None else None
 
     def _forget_stale(self) -> None:
         self._heap = [entry for entry in self._heap if self._offers.get(entry[3]) == entry[2]]

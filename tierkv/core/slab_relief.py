@@ -1,0 +1,113 @@
+"""Which slab of other block sizes is given up when a size starves, and what has to leave with it.
+
+A slab is emptied whole: every extent with blocks in it is cut before the first of them, and what hangs behind a cut
+leaves too, from the leaves up. So a slab goes only if nobody holds any of that and nothing of it is on its way to NVMe.
+
+    slab        | A0 A1 A2 | B3 |            A is cut to nothing, B to 3 blocks;
+    elsewhere     C, behind A1               C leaves before A
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierkv.core.extent import Extent
+from tierkv.core.ledger import Ledger
+from tierkv.core.residency import NvmeState
+from tierkv.core.value import Rank
+
+CANDIDATES = 16
+"""So many of the emptiest slabs are compared; the others are looked at one by one, and only in need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """Extents, and to how many host blocks each is cut, those that hang on others before these."""
+
+    cuts: list[tuple[Extent, int]]
+    num_bytes: int  # that leave host memory, in this slab and in others
+
+
+def find_relief(ledger: Ledger, slot_bytes: int, older_than: Rank | None) -> Relief | None:
+    """A slab of another size that may go: of the emptiest ones, that with which least leaves. `older_than`: the rank of
+    what this size would give up of its own; then all that leaves was used before that. None: the size has nothing to
+    give, and any slab will do."""
+    slabs = ledger.pool.slabs_of_other_sizes(slot_bytes)
+    first = slabs[:CANDIDATES] if older_than is None else _likely(ledger, slot_bytes, slabs)
+    found = [relief for base, used in first if (relief := _relief(ledger, base, used, older_than)) is not None]
+    if found:
+        return min(found, key=lambda relief: relief.num_bytes)
+    rest = slabs[CANDIDATES:] if older_than is None else ()
+    return next(filter(None, (_relief(ledger, base, used, None) for base, used in rest)), None)
+
+
+def has_older(ledger: Ledger, slot_bytes: int, rank: Rank) -> bool:
+    """Whether another size would give up something that was used before `rank`: two looks tell, nearly always."""
+    return any(
+        oldest is not None and oldest < rank
+        for size, order in ledger.host_orders.items()
+        if size != slot_bytes
+        for oldest in (order.oldest(),)
+    )
+
+
+def _likely(ledger: Ledger, slot_bytes: int, slabs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The emptiest ones, and those in which the next victims of the other sizes lie."""
+    likely = dict(slabs[:CANDIDATES])
+    used = dict(slabs)
+    for size, order in ledger.host_orders.items():
+        victim = order.next_victim() if size != slot_bytes else None
+        if victim is not None:
+            bases = {ledger.pool.base_of(slot) for slots in victim.slots for slot in slots[-1:]}
+            likely.update({base: used[base] for base in bases if base in used})
+    return list(likely.items())
+
+
+def _relief(ledger: Ledger, base: int, used: int, older_than: Rank | None) -> Relief | None:
+    cuts = _cuts(ledger, base, used, older_than)
+    if cuts is None:
+        return None
+    num_bytes = sum(
+        max(0, len(slots) - remaining) * ledger.group_of(extent).slot_bytes
+        for extent, remaining in cuts.items()
+        for slots in extent.slots
+    )
+    return Relief(sorted(cuts.items(), key=lambda cut: -cut[0].first_token), num_bytes)
+
+
+def _cuts(ledger: Ledger, base: int, used: int, older_than: Rank | None) -> dict[Extent, int] | None:
+    """None: something in the slab, or behind what is in it, has to stay."""
+    homes = ledger.homes.get(base, {})
+    if sum(homes.values()) != used:
+        return None  # the rest is being written or read, is staged, or waits for those who may still touch it
+    cuts: dict[Extent, int] = {}
+    todo = [(extent, _first_inside(ledger, extent, base)) for extent in homes]
+    while todo:
+        extent, remaining = todo.pop()
+        if cuts.get(extent, remaining + 1) <= remaining:
+            continue
+        if not _may_be_cut(ledger, extent, remaining, older_than):
+            return None
+        cuts[extent] = remaining
+        behind = list(_kids_behind(extent, remaining))
+        if extent.nvme is not NvmeState.PRESENT and any(kid.nvme is NvmeState.PRESENT for kid in behind):
+            return None  # what is on NVMe would be left without its parent
+        todo += [(kid, 0) for kid in behind if kid.longest_host_blocks]
+    return cuts
+
+
+def _first_inside(ledger: Ledger, extent: Extent, base: int) -> int:
+    base_of = ledger.pool.base_of
+    return min(index for slots in extent.slots for index, slot in enumerate(slots) if base_of(slot) == base)
+
+
+def _may_be_cut(ledger: Ledger, extent: Extent, remaining: int, older_than: Rank | None) -> bool:
+    is_old = older_than is None or ledger.rank_of(extent, remaining) < older_than
+    return is_old and not extent.reading and extent.held_blocks <= remaining and ledger.may_leave_host(extent)
+
+
+def _kids_behind(extent: Extent, remaining: int) -> Iterator[Extent]:
+    for index, branch in extent.branch_points.items():
+        if index >= remaining:
+            yield from branch.kids
