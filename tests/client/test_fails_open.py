@@ -24,6 +24,7 @@ from tierkv.wire.messages import (
     Match,
     NotReady,
     OpenGroup,
+    OpenGroupReply,
     Request,
     Status,
     Usage,
@@ -228,6 +229,25 @@ def test_a_layout_refused_later_is_a_miss(node: FakeNode, client: Client, group:
         answer(lambda request: Error(id=request.id, code=ErrorCode.LAYOUT_MISMATCH, problem="", field="dtype"))
     )
     assert group.match(TOKENS).reason is Reason.LAYOUT_MISMATCH
+
+
+@pytest.mark.scenario(
+    "B200", then="every call is a miss with the reason key_mismatch, and one warning has the group's key of both sides"
+)
+def test_a_node_that_makes_other_keys_is_named_and_not_gone_on_with_in_silence(
+    node: FakeNode, client: Client, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.restart_front(notice=True)
+    theirs = b"other key scheme".ljust(32)
+    for _ in range(2):
+        node.script[OpenGroup].append(
+            answer(lambda request: OpenGroupReply(id=request.id, group=theirs, persistent=True))
+        )
+        assert group.match(TOKENS).reason is Reason.KEY_MISMATCH
+    (warning,) = [record.getMessage() for record in caplog.records if "other keys" in record.getMessage()]
+    assert theirs.hex() in warning
+    assert group.key.hex() in warning
+    assert client.counters.by_reason[Reason.KEY_MISMATCH] == 2
 
 
 def test_a_closed_client_misses(node: FakeNode) -> None:

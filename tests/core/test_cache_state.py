@@ -374,6 +374,7 @@ def test_a_match_is_what_every_rank_has() -> None:
     assert [part.rank for part in lease.parts] == [0, 1]
 
 
+@pytest.mark.scenario("B199", then="without rank 1's file of block 3 both ranks are told of three blocks, then of six")
 def test_a_rank_s_missing_file_shortens_the_match_of_all_until_it_is_stored_again() -> None:
     bench = Bench(host_slots=12, ranks=2, extent_blocks=1)
     prompt = bench.prompt(0, 1, 2, 3, 4, 5)

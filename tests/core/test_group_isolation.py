@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tierkv.core.grants import Committed, GroupSpec, Lease, Reservation
 from tierkv.core.identity import Identity, Layout
 from tierkv.core.keys import KEY_BYTES, chain_keys, pack_tokens
@@ -82,6 +84,25 @@ def test_blocks_behind_another_groups_prefix_never_become_part_of_it() -> None:
     assert state.match(ours, keys).blocks == 0
 
 
+@pytest.mark.scenario(
+    "B201",
+    then="another first block is a miss, another third one a hit of two, a tail without its head a miss",
+)
+def test_a_block_matches_only_behind_the_text_it_was_stored_behind() -> None:
+    state = make_state()
+    group = add_group(state, "")
+
+    def keys_of(*tokens: int) -> bytes:
+        return chain_keys(group, pack_tokens(tokens), 1)
+
+    store(state, group, keys_of(1, 2, 3), 0, pack_tokens([1, 2, 3]), b"1" * 16)
+    assert state.match(group, keys_of(9, 2, 3)).blocks == 0
+    assert state.match(group, keys_of(1, 2, 9)).blocks == 2
+    assert state.match(group, keys_of(2, 3)).blocks == 0
+    assert state.match(group, keys_of(1, 2, 3)).blocks == 3
+
+
+@pytest.mark.scenario("B201", then="keys of a prompt's middle match nothing")
 def test_keys_from_the_middle_of_a_prompt_match_nothing() -> None:
     state = make_state()
     group = add_group(state, "")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.identity_fields import changed, leaf_at, other_values, others, paths_of
 from tierkv.core.identity import GROUP_KEY_BYTES, Identity, Layout, Parallel
 
 PLAIN = Identity(
@@ -25,17 +26,6 @@ PLAIN = Identity(
 )
 
 
-def paths_of(kind: type[msgspec.Struct]) -> list[tuple[str, ...]]:
-    """Every leaf field below an identity, read off the types, so that a new field can't be forgotten here."""
-    paths: list[tuple[str, ...]] = []
-    for name, hint in get_type_hints(kind).items():
-        if name.startswith("_"):
-            continue
-        nested = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
-        paths += [(name, *rest) for rest in paths_of(hint)] if nested else [(name,)]
-    return paths
-
-
 def variants(value: Any) -> list[Any]:
     """Other values of the same type, near ones first."""
     if isinstance(value, str):
@@ -46,21 +36,16 @@ def variants(value: Any) -> list[Any]:
     return [value[:-1], (*value, 0), value[::-1], (sum(value),), (value[0] + 1, *value[1:])]
 
 
-def changed(value: msgspec.Struct, path: tuple[str, ...], leaf: Any) -> msgspec.Struct:
-    name, *rest = path
-    new = changed(getattr(value, name), tuple(rest), leaf) if rest else leaf
-    return msgspec.structs.replace(value, **{name: new})
-
-
-def leaf_at(value: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        value = getattr(value, name)
-    return value
-
-
 def test_every_field_is_found_by_the_walk_over_the_types() -> None:
     assert {path[0] for path in paths_of(Identity)} == set(Identity.__struct_fields__)
     assert ("layout", "block_bytes") in paths_of(Identity)
+
+
+def test_every_field_has_another_value_to_be_tried_with() -> None:
+    assert set(other_values(PLAIN)) == set(paths_of(Identity))
+    for path, other in others(PLAIN).items():
+        assert leaf_at(other, path) != leaf_at(PLAIN, path), path
+        assert other.layout.total_block_bytes == PLAIN.layout.total_block_bytes
 
 
 @pytest.mark.parametrize("path", paths_of(Identity), ids=".".join)
@@ -79,12 +64,24 @@ def test_equal_total_bytes_in_another_split_are_another_group() -> None:
     assert msgspec.structs.replace(PLAIN, layout=other).group_key() != PLAIN.group_key()
 
 
-def test_text_moved_from_one_field_to_its_neighbour_is_another_group() -> None:
-    left = msgspec.structs.replace(PLAIN, salt="ab", epoch="c")
-    right = msgspec.structs.replace(PLAIN, salt="a", epoch="bc")
-    assert left.group_key() != right.group_key()
+@pytest.mark.scenario("B206", then="text that moves from one field to another, whole or in part, makes another group")
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({"adapter": "x", "salt": ""}, {"adapter": "", "salt": "x"}),
+        ({"salt": "ab", "adapter": "c"}, {"salt": "a", "adapter": "bc"}),
+        ({"salt": "ab", "epoch": "c"}, {"salt": "a", "epoch": "bc"}),
+        ({"weights": "ab", "config": ""}, {"weights": "", "config": "ab"}),
+    ],
+)
+def test_text_moved_from_one_field_to_another_is_another_group(left: dict[str, str], right: dict[str, str]) -> None:
+    assert (
+        msgspec.structs.replace(PLAIN, **left).group_key()  # type: ignore[arg-type]
+        != msgspec.structs.replace(PLAIN, **right).group_key()  # type: ignore[arg-type]
+    )
 
 
+@pytest.mark.scenario("B206", then="the tagged, length-framed encoding has a golden digest")
 def test_the_group_key_is_what_it_was_in_every_release() -> None:
     assert len(PLAIN.group_key()) == GROUP_KEY_BYTES
     assert PLAIN.group_key().hex() == "7df7e581fb2e1b27b317dfcac7a76be847e203973d8cd6fab13531ba3683628a"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierkv.core.keys import KEY_BYTES, chain_keys, count_keys, key_at, pack_tokens
@@ -61,6 +64,21 @@ def test_keys_are_what_they_were_in_every_release(
     assert keys.hex() == expected
 
 
+@pytest.mark.scenario("B197", then="processes with other hash seeds make the golden keys, byte for byte")
+def test_keys_are_the_same_in_every_process() -> None:
+    tokens, block_tokens, first_block, extras, expected = GOLDEN[2]
+    program = (
+        "from tierkv.core.keys import *\n"
+        f"print(chain_keys(bytes(range(32)), pack_tokens({tokens}), {block_tokens}, first_block={first_block}, "
+        f"extras={extras}).hex())"
+    )
+    for seed in ("0", "1", "77"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
+@pytest.mark.scenario("B206", then="the encoding of extra inputs is pinned: each framed with its length")
 def test_a_key_is_the_digest_that_the_docstring_says() -> None:
     body = ROOT + struct.pack("<I", 2) + struct.pack("<II", 5, 6) + struct.pack("<I", 1) + struct.pack("<I", 3) + b"abc"
     assert chain_keys(ROOT, pack_tokens([5, 6]), 2, extras={0: [b"abc"]}) == blake3(body).digest()
@@ -97,7 +115,9 @@ def test_keys_agree_exactly_as_far_as_the_tokens_do(left: list[int], right: list
 extras_lists = st.lists(st.binary(max_size=6), max_size=3)
 
 
+@pytest.mark.scenario("B206", then='extras ["1", "23"] and ["12", "3"], and any two other lists, make other keys')
 @given(extras_lists, extras_lists)
+@example([b"1", b"23"], [b"12", b"3"])
 def test_extras_are_framed_so_that_no_two_lists_run_together(left: list[bytes], right: list[bytes]) -> None:
     tokens = pack_tokens([1])
     same = chain_keys(ROOT, tokens, 1, extras={0: left}) == chain_keys(ROOT, tokens, 1, extras={0: right})

@@ -86,14 +86,19 @@ def test_files_that_change_between_loading_and_hashing_make_the_model_not_persis
     assert "not kept on disk" in caplog.text
 
 
+@pytest.mark.scenario(
+    "B005", then="with a shard that can't be read the model is not persistent, and one warning says so"
+)
 def test_files_that_cannot_be_read_for_hashing_make_the_model_not_persistent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     when_loaded(monkeypatch, weights_file(folder).unlink)
     loaded = load_model(folder)
     assert loaded.weights == ""
     assert loaded.epoch
     assert "model.safetensors" in loaded.problem or "no weight files" in loaded.problem
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "not kept on disk" in warning.getMessage()
     assert loaded.model.generate(prompt(4), max_new_tokens=2).shape == (1, 6)
 
 

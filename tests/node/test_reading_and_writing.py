@@ -117,6 +117,7 @@ def test_blocks_reported_bad_are_gone(kit: Kit) -> None:
     assert kit.ask(Match, group=GROUP, keys=keys).blocks == 1
 
 
+@pytest.mark.scenario("B199", then="both ranks' parts are found by the scheduler's keys, each rank its own")
 def test_two_ranks_store_and_load_their_own_parts(kit: Kit) -> None:
     group = kit.open(TWO_RANKS).group
     tokens = pack_tokens([1, 2, 3, 4])
@@ -167,6 +168,7 @@ def test_what_a_check_found_of_a_session_that_ended_is_forgotten(kit: Kit, monke
     kit.state.check()
 
 
+@pytest.mark.scenario("B202", then="what a store says its tokens are must give its keys, or it is refused")
 def test_keys_that_are_not_those_of_the_tokens_are_never_published(kit: Kit) -> None:
     keys, tokens = prompt(2)
     other = prompt(2, start=50)[1]

@@ -62,6 +62,7 @@ def test_where_a_model_lies_and_what_it_is_called_does_not_matter(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md"])
+@pytest.mark.scenario("B005", then="another tokenizer alone is the same model: blocks are keyed by token ids")
 def test_other_files_do_not_matter(tmp_path: Path, name: str) -> None:
     model = make_model(tmp_path / "model")
     before = fingerprint(model)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tierkv.storage.names import ExtentName, group_parts, model_parts
+from tierkv.storage.names import MAX_RANK, ExtentName, group_parts, model_parts
 
 FINGERPRINT = "0f" * 32
 GROUP = bytes(range(32))
@@ -13,6 +15,13 @@ NAME = ExtentName(FINGERPRINT, GROUP, 3, KEY)
 def test_a_name_is_made_of_digests_and_lies_in_a_folder_of_two_digits() -> None:
     assert str(NAME) == f"models/{FINGERPRINT}/{GROUP.hex()}/3/64/{KEY.hex()}.kv"
     assert NAME.folder == NAME.parts[:-1]
+
+
+@pytest.mark.scenario("B205", then="a path leads back to the one extent that it names")
+@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32), st.integers(0, MAX_RANK))
+def test_every_name_is_found_again_and_no_two_share_a_path(group: bytes, key: bytes, rank: int) -> None:
+    name = ExtentName(FINGERPRINT, group, rank, key)
+    assert ExtentName.parse(name.parts) == name
 
 
 def test_a_name_is_found_again_from_its_path() -> None:
@@ -50,6 +59,7 @@ def test_a_path_of_another_depth_is_no_name() -> None:
     assert ExtentName.parse((*NAME.parts, "x")) is None
 
 
+@pytest.mark.scenario("B205", then="a path is made of digests alone: a name with separators or dots is refused")
 @pytest.mark.parametrize(
     "fingerprint", ["../x", "/etc/x", "a/../../x", "a\0b", "..", "", "CON", "x" * 5000, "\u00e4" * 64]
 )

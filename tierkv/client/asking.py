@@ -224,7 +224,11 @@ class Asking:
         answer = yield from self._exchange(session, make(session), budget.until)
         if isinstance(answer, OpenGroupReply):
             if answer.group != group.key:
-                return Failure(Reason.WIRE_ERROR)
+                self._state.warn_once(
+                    f"it makes other keys than this client: the group is {answer.group.hex()} there and "
+                    f"{group.key.hex()} here, so nothing can be shared; run the same release of tierkv on both sides"
+                )
+                return Failure(Reason.KEY_MISMATCH)
             group.persistent, group.persistence_reason = answer.persistent, answer.reason
             session.opened.add(group.key)
         return answer

@@ -56,6 +56,7 @@ class ClientState:
         self._reasons: Counter[Reason] = Counter()
         self._calls = self._sessions_opened = self._stale = self._unreadable = 0
         self._logged_at = -LOG_EVERY_SECONDS
+        self._warned: set[str] = set()
 
     # ---- a call
 
@@ -97,6 +98,14 @@ class ClientState:
                 self._logged_at = now
         if worth_a_line:
             _log.warning("node at %s is away, every call is a miss until it is back: %s", self.socket_dir, problem)
+
+    def warn_once(self, problem: str) -> None:
+        """What is wrong with this deployment, and stays so until somebody changes it."""
+        with self._lock:
+            is_known = problem in self._warned
+            self._warned.add(problem)
+        if not is_known:
+            _log.warning("node at %s: %s", self.socket_dir, problem)
 
     def answered(self) -> None:
         if self._breaker.is_closed and not self.problem:
