@@ -302,11 +302,11 @@ class DataDirectory:
         return fd
 
     def _check_folders(self, *, create: bool) -> None:
-        device = os.fstat(self._root_fd).st_dev
+        device = call("fstat", os.fstat, self._root_fd).st_dev
         for name in FOLDERS:
             try:
                 with self.folder((name,), create=create) as fd:
-                    elsewhere = os.fstat(fd).st_dev != device
+                    elsewhere = call("fstat", os.fstat, fd).st_dev != device
             except StorageError as error:
                 if error.errno_name == "ENOENT" and not create:
                     continue  # the node makes it at its next start

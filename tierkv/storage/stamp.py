@@ -9,7 +9,6 @@ for it included: they are flushed at each start, for whoever made them may have 
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import uuid
@@ -19,7 +18,7 @@ import msgspec
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
-from tierkv.storage.system_calls import call, translate
+from tierkv.storage.system_calls import call
 
 DIRECTORY_FORMAT = 1
 FORMAT, LOCK = "FORMAT", "LOCK"
@@ -56,24 +55,27 @@ def open_root(path: Path, *, create: bool) -> int:
 
 def _open_root(path: Path, *, create: bool) -> int:
     try:
-        fd = os.open(path, OPEN_FOLDER)
-    except FileNotFoundError:
-        if not create:
-            raise DataDirectoryError(f"{path} does not exist") from None
-        return _make_root(path)
-    except OSError as error:
+        fd = call("open", os.open, path, OPEN_FOLDER)
+    except StorageError as error:
+        if error.errno_name == "ENOENT":
+            if not create:
+                raise DataDirectoryError(f"{path} does not exist") from error
+            return _make_root(path)
         if path.is_symlink():
             raise DataDirectoryError(f"{path} is a symbolic link; name the directory itself") from error
-        if error.errno == errno.ENOTDIR:
+        if error.errno_name == "ENOTDIR":
             raise DataDirectoryError(f"{path} is not a directory") from error
-        raise translate("open", error) from error
-    owner = os.fstat(fd).st_uid
-    if owner != os.geteuid():
+        raise
+    try:
+        owner = call("fstat", os.fstat, fd).st_uid
+        if owner != os.geteuid():
+            raise DataDirectoryError(
+                f"{path} belongs to uid {owner} and this process runs as uid {os.geteuid()};"
+                " run as its owner, so that neither leaves files the other can't use"
+            )
+    except BaseException:
         os.close(fd)
-        raise DataDirectoryError(
-            f"{path} belongs to uid {owner} and this process runs as uid {os.geteuid()};"
-            " run as its owner, so that neither leaves files the other can't use"
-        )
+        raise
     return fd
 
 
@@ -95,6 +97,8 @@ def read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
     if raw is not None:
         return _check_stamp(path, raw)
     foreign = sorted(set(call("listdir", os.listdir, root_fd)) - COUNTS_AS_EMPTY)
+    if FORMAT in foreign:
+        raise StorageError("open", "ENOENT", Reason.NOT_FOUND, f"{FORMAT} is listed and was not found a moment ago")
     if foreign:
         raise DataDirectoryError(
             f"{path} is not empty (it has {foreign[0]!r}) and is not a data directory of tierkv (it has no {FORMAT});"
@@ -108,14 +112,15 @@ def read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
 
 
 def _read_stamp(path: Path, root_fd: int) -> bytes | None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(FORMAT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root_fd)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataDirectoryError(f"{path / FORMAT} can't be read: {error.strerror}") from error
+        fd = call("open", os.open, FORMAT, flags, dir_fd=root_fd)
+    except StorageError as error:
+        if error.errno_name == "ENOENT":
+            return None
+        raise DataDirectoryError(f"{path / FORMAT} can't be read: {error.problem}") from error
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if not stat.S_ISREG(call("fstat", os.fstat, fd).st_mode):
             raise DataDirectoryError(f"{path / FORMAT} is not a regular file")
         return call("read", os.read, fd, _MAX_STAMP_BYTES)
     finally:
@@ -159,7 +164,7 @@ def _write_stamp(root_fd: int, stamp: Stamp) -> None:
 
 def _flush_way(path: Path, root_fd: int) -> None:
     """Flush the directories above, up to where the file system is mounted."""
-    device = os.fstat(root_fd).st_dev
+    device = call("fstat", os.fstat, root_fd).st_dev
     for above in path.parents:
         try:
             fd = call("open", os.open, above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -168,7 +173,7 @@ def _flush_way(path: Path, root_fd: int) -> None:
                 continue
             raise
         try:
-            if os.fstat(fd).st_dev != device:
+            if call("fstat", os.fstat, fd).st_dev != device:
                 return
             call("fsync", os.fsync, fd)
         except StorageError as error:
