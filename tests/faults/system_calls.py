@@ -11,10 +11,12 @@ are counted from 0, those of all threads together.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,6 +42,11 @@ ALL_ERRNOS = (*ERRNOS, errno.ENOENT, errno.EINTR)
 Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 
+def _module(operation: str) -> ModuleType:
+    """Where a function lies that is replaced: `fcntl.fcntl` is the only one that is not in `os`."""
+    return fcntl if operation == "fcntl" else os
+
+
 def _any_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
@@ -63,7 +70,7 @@ class Fault:
         self.calls = 0
         self.failed = 0
         lock = threading.Lock()
-        real: Callable[..., Any] = getattr(os, operation)
+        real: Callable[..., Any] = getattr(_module(operation), operation)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not when(args, kwargs):
@@ -76,7 +83,7 @@ class Fault:
                 raise OSError(number, os.strerror(number))
             return real(*args, **kwargs)
 
-        patch.setattr(os, operation, call)
+        patch.setattr(_module(operation), operation, call)
 
 
 @contextmanager
@@ -231,6 +238,7 @@ class Calls:
         "posix_fadvise",
         "posix_fallocate",
         "utime",
+        "fcntl",
     )
 
     def __init__(self) -> None:
@@ -253,5 +261,5 @@ def record_calls() -> Iterator[Calls]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in Calls.FUNCTIONS:
-            patch.setattr(os, name, noting(name, getattr(os, name)))
+            patch.setattr(_module(name), name, noting(name, getattr(_module(name), name)))
         yield calls
