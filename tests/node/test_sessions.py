@@ -296,7 +296,7 @@ def test_another_protocol_version_is_refused_by_name(served: Served, protocol: i
 
 
 def test_another_user_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.sessions, "_uid", os.getuid() + 1)
+    monkeypatch.setattr(served.sessions, "_users", frozenset({os.getuid() + 1}))
     with served.connect() as client:
         served.sessions.poll()
         refusal, _ = hear(client)

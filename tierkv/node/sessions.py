@@ -32,6 +32,7 @@ from tierkv.wire.session import (
     AnySessionMessage,
     Detach,
     IncarnationEnded,
+    InlineGrant,
     SessionGrant,
     SessionHello,
     SessionRefused,
@@ -59,6 +60,7 @@ class Knock:
     pidfd: int | None
     deadline: float
     hello: SessionHello | None = None
+    uid: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,7 @@ class Session:
     maps_arena: bool
     pidfd: int | None
     sock: socket.socket | None
+    uid: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,18 @@ class _Watched:
 
 
 class Sessions:
-    """Owns the listening socket and every connection and pidfd, until `close`."""
+    """Owns the listening socket and every connection and pidfd, until `close`. Serves `users`, by default our own."""
 
-    def __init__(self, listener: socket.socket, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        users: frozenset[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._listener: socket.socket | None = listener
         self._clock = clock
-        self._uid = os.geteuid()
+        self._users = frozenset({os.geteuid()}) if users is None else users
         self._epoll = select.epoll()
         self._epoll.register(listener, select.EPOLLIN)
         self._accept_again: float | None = None
@@ -184,15 +193,8 @@ class Sessions:
     def grant(self, knock: Knock, token: bytes, memory: Memory) -> None:
         """Make it a session, which exists until its end is proven. One whose answer could not be sent has no memory:
         its socket, which is at its end, is the proof."""
-        assert knock.hello is not None, "a grant answers a hello"
-        del self._watched.knocks[knock.sock.fileno()]
-        hello = knock.hello
-        session = Session(token, memory.incarnation, knock.pid, hello.client, hello.maps_arena, knock.pidfd, knock.sock)
-        self._sessions[token] = session
-        self._watched.sessions[knock.sock.fileno()] = session
-        if session.pidfd is not None:
-            self._watched.processes[session.pidfd] = session
-            self._epoll.register(session.pidfd, select.EPOLLIN)
+        session = self._begin(knock, token, memory.incarnation)
+        maps_arena = session.maps_arena
         answer = SessionGrant(
             token=token,
             incarnation=memory.incarnation,
@@ -201,8 +203,35 @@ class Sessions:
             page_bytes=memory.page_bytes,
             data_dir=memory.data_dir,
         )
-        memories = [memory.arena_fd, memory.generations_fd] if hello.maps_arena else []
-        session.maps_arena = _send(knock.sock, answer, memories) and hello.maps_arena
+        memories = [memory.arena_fd, memory.generations_fd] if maps_arena else []
+        session.maps_arena = _send(knock.sock, answer, memories) and maps_arena
+
+    def grant_inline(self, knock: Knock, answer: InlineGrant) -> Session:
+        """Make it a session without memory: it has ended as soon as its socket has."""
+        session = self._begin(knock, answer.token, answer.incarnation)
+        session.maps_arena = False
+        _send(knock.sock, answer, [])
+        return session
+
+    def _begin(self, knock: Knock, token: bytes, incarnation: int) -> Session:
+        assert knock.hello is not None, "a grant answers a hello"
+        del self._watched.knocks[knock.sock.fileno()]
+        hello = knock.hello
+        session = Session(
+            token, incarnation, knock.pid, hello.client, hello.maps_arena, knock.pidfd, knock.sock, knock.uid
+        )
+        self._sessions[token] = session
+        self._watched.sessions[knock.sock.fileno()] = session
+        if session.pidfd is not None:
+            self._watched.processes[session.pidfd] = session
+            self._epoll.register(session.pidfd, select.EPOLLIN)
+        return session
+
+    def end(self, session: Session) -> None:
+        """Of a session without memory, by our own decision: its process learns it from its socket."""
+        assert not session.maps_arena, "the end of a session that maps the arena is for its process to prove"
+        if session.token in self._sessions:
+            self._forget(session)
 
     def refuse(self, knock: Knock, code: str, problem: str) -> None:
         _send(knock.sock, SessionRefused(code=code, problem=problem), [])
@@ -266,8 +295,9 @@ class Sessions:
 
     def _take(self, sock: socket.socket) -> None:
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != self._uid:
-            _send(sock, SessionRefused(code="wrong_user", problem=f"this node serves user {self._uid} only"), [])
+        if uid not in self._users:
+            problem = f"user {uid} is not served here; it serves {_name_users(self._users)}"
+            _send(sock, SessionRefused(code="wrong_user", problem=problem), [])
             sock.close()
             return
         if len(self._watched.knocks) >= MAX_KNOCKS:
@@ -277,7 +307,7 @@ class Sessions:
         except OSError:  # the process is gone already, or no descriptor is left
             sock.close()
             return
-        self._watched.knocks[sock.fileno()] = Knock(sock, pid, pidfd, self._clock() + HELLO_SECONDS)
+        self._watched.knocks[sock.fileno()] = Knock(sock, pid, pidfd, self._clock() + HELLO_SECONDS, uid=uid)
         self._epoll.register(sock, select.EPOLLIN)
 
     def _read_hello(self, knock: Knock, events: list[Event]) -> None:
@@ -341,6 +371,10 @@ class Sessions:
             self._epoll.unregister(session.sock)
             session.sock.close()
             session.sock = None
+
+
+def _name_users(users: frozenset[int]) -> str:
+    return f"user {next(iter(users))} only" if len(users) == 1 else "others"  # whom, is nobody else's business
 
 
 def _open_pidfd(sock: socket.socket, pid: int) -> int | None:

@@ -38,6 +38,12 @@ def find_socket_dir(data_dir: Path | None, name: str = "", environ: Mapping[str,
     return candidates[0]
 
 
+def default_inline_dir(socket_dir: Path) -> Path:
+    """Where tenants that are not trusted find the gateway of the node at `socket_dir`. A runtime directory is closed to
+    other users as a rule, so it is not below it."""
+    return Path(f"{_fallback()}-inline") / socket_dir.name
+
+
 def directory_name(data_dir: Path | None, name: str = "") -> str:
     """16 hex digits of the BLAKE3 of the data directory's real path; "memory" and the name where there is none."""
     if data_dir is None:
@@ -45,9 +51,15 @@ def directory_name(data_dir: Path | None, name: str = "") -> str:
     return blake3(os.fsencode(os.path.realpath(data_dir))).hexdigest()[:16]
 
 
-def excess_bytes(socket_dir: Path) -> int:
-    """By how many bytes the longest socket path in `socket_dir` is too long; 0 when all fit."""
-    longest = max(NODE_SOCKET_NAME, SESSION_SOCKET_NAME, key=len)
+def user_socket_name(uid: int) -> str:
+    """The ZeroMQ socket of one user that is not trusted, in a gateway's directory."""
+    return f"{uid}.sock"
+
+
+def excess_bytes(socket_dir: Path, *others: str) -> int:
+    """By how many bytes the longest socket path in `socket_dir` (of a node's, and of `others` by name) is too long; 0
+    when all fit."""
+    longest = max(NODE_SOCKET_NAME, SESSION_SOCKET_NAME, *others, key=len)
     return max(0, len(os.fsencode(socket_dir / longest)) - MAX_SOCKET_PATH_BYTES)
 
 
