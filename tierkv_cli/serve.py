@@ -62,6 +62,8 @@ def opening_lines(effective: Effective) -> list[str]:
         f"tierkv: endpoint {settings.socket_dir}",
         f"tierkv: host memory {human_size(settings.host_bytes)} ({_from(sources['host_bytes'])})",
     ]
+    if settings.inline_users:
+        lines.append(f"tierkv: endpoint {settings.inline_dir} for {settings.inline_users}, who are not trusted")
     if settings.metrics_port is not None:
         lines.append(f"tierkv: metrics at http://{settings.metrics_host}:{settings.metrics_port}/metrics")
     return lines

@@ -7,6 +7,7 @@ says what to write. `named` makes a pydantic validator of one, whose error names
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BeforeValidator, ValidationInfo
 from tierkv.errors import ConfigError
 
 MAX_NUMBER = 10**9
+MAX_USERS = 64
 
 
 def named(parse: Callable[[Any], Any]) -> BeforeValidator:
@@ -98,3 +100,32 @@ def parse_host(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9.:_-]{1,255}", value):
         raise ValueError(f"{value!r} isn't an address; write one like 127.0.0.1 or ::1")
     return value
+
+
+def parse_users(value: object) -> str:
+    """Users of this machine, by name or number, as they are written. `user_numbers` reads it again."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{value!r} isn't a list of users; write names or numbers with commas between, like alice,1002"
+        )
+    numbers = user_numbers(text)
+    if len(numbers) > MAX_USERS:
+        raise ValueError(f"{len(numbers)} users are more than {MAX_USERS}")
+    return ",".join(one.strip() for one in text.split(",")) if text.strip() else ""
+
+
+def user_numbers(users: str) -> tuple[int, ...]:
+    """Each once, in order. ValueError for one that this machine doesn't know."""
+    return tuple(dict.fromkeys(_user_number(one.strip()) for one in users.split(","))) if users.strip() else ()
+
+
+def _user_number(user: str) -> int:
+    if re.fullmatch(r"[0-9]{1,10}", user):
+        if int(user) >= 2**32 - 1:
+            raise ValueError(f"{user} isn't the number of a user")
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ValueError(f"{user!r} is no user of this machine; write names or numbers, like alice,1002") from None

@@ -21,11 +21,13 @@ from tierkv.config.parsers import (
     parse_path,
     parse_positive,
     parse_switch,
+    parse_users,
+    user_numbers,
     whole,
 )
 from tierkv.config.sizes import GiB, MiB, format_size, human_size, parse_size
 from tierkv.errors import ConfigError
-from tierkv.wire.socket_directory import default_socket_dir, excess_bytes
+from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir, excess_bytes, user_socket_name
 
 PAGE_BYTES = 4096
 
@@ -140,6 +142,27 @@ class Settings(BaseModel):
     lock_wait_seconds: Seconds = _setting(
         5.0, "How long a starting node waits for one that is just ending to let go of data_dir.", unit="seconds"
     )
+    inline_users: Annotated[str, named(parse_users)] = _setting(
+        "",
+        "Users of this machine that may use the node without being trusted: their processes never map its memory, each "
+        "user is a tenant of its own, and they share nothing (docs/tenants.md). Names or numbers, with commas between. "
+        "Empty: there is no such way in.",
+        example='"1001,1002"',
+        topic="Tenants that are not trusted",
+    )
+    inline_dir: Directory = _setting(
+        Path(),
+        "Directory of the sockets for inline_users, who must be able to reach it.",
+        default_text="/tmp/tierkv-<uid>-inline/<last part of socket_dir>",
+        example='"/run/tierkv-inline"',
+    )
+    inline_bytes: Size = _setting(
+        0,
+        "What one of inline_users may hold in leases and tickets at one time, all of its processes together.",
+        unit="size",
+        default_text="session_bytes, divided by the number of inline_users",
+        example='"4GiB"',
+    )
     metrics_port: Annotated[int, named(whole(1, 65_535))] | None = _setting(
         None, "Port of the Prometheus endpoint.", default_text="none, no endpoint", example="9464", topic="Watching"
     )
@@ -179,6 +202,8 @@ class Settings(BaseModel):
             )
         if self.nvme_bytes is not None:
             self._check_nvme(self.nvme_bytes)
+        if self.inline_users:
+            self._check_inline()
         if excess := excess_bytes(self.socket_dir):
             raise ConfigError(
                 "socket_dir",
@@ -186,6 +211,23 @@ class Settings(BaseModel):
                 f"write a shorter directory, like /run/tierkv",
             )
         return self
+
+    @property
+    def inline_uids(self) -> tuple[int, ...]:
+        """The numbers of inline_users, each once."""
+        return user_numbers(self.inline_users)
+
+    def _check_inline(self) -> None:
+        if excess := excess_bytes(self.inline_dir, user_socket_name(2**32 - 1)):
+            raise ConfigError(
+                "inline_dir",
+                f"the paths of sockets in {self.inline_dir} are {excess} bytes longer than Linux allows; "
+                f"write a shorter directory, like /run/tierkv-inline",
+            )
+        if self.inline_dir == self.socket_dir or self.inline_dir.is_relative_to(self.socket_dir):
+            raise ConfigError("inline_dir", f"{self.inline_dir} lies in socket_dir, which is closed to others")
+        if self.inline_bytes < PAGE_BYTES:
+            raise ConfigError("inline_bytes", f"{format_size(self.inline_bytes)} is less than a page; write more")
 
     def _check_nvme(self, nvme_bytes: int) -> None:
         if self.data_dir is None:
@@ -225,14 +267,23 @@ def machine_defaults(given: Mapping[str, object], machine: Machine) -> dict[str,
     host_bytes = _read(parse_size, given.get("host_bytes"), machine.limit_bytes // 4 // MiB * MiB)
     data_dir = _read(parse_path, given.get("data_dir"), None)
     name = _read(parse_name, given.get("name"), "")
+    num_users = max(1, _read(_count_users, given.get("inline_users"), 1))
+    socket_dir = _read(parse_path, given.get("socket_dir"), default_socket_dir(data_dir, name, machine.environ))
+    session_bytes = _read(parse_size, given.get("session_bytes"), host_bytes // 2)
     reserve = min(machine.file_system_bytes(data_dir) // 20, 10 * GiB) if data_dir is not None else 0
     computed = {
         "host_bytes": host_bytes,
-        "session_bytes": host_bytes // 2,
+        "session_bytes": session_bytes,
         "nvme_reserve_bytes": reserve,
-        "socket_dir": default_socket_dir(data_dir, name, machine.environ),
+        "socket_dir": socket_dir,
+        "inline_dir": default_inline_dir(socket_dir),
+        "inline_bytes": session_bytes // num_users,
     }
     return {key: value for key, value in computed.items() if given.get(key) is None}
+
+
+def _count_users(value: object) -> int:
+    return len(user_numbers(parse_users(value)))
 
 
 def _read(parse: Callable[[object], Any], value: object, otherwise: Any) -> Any:

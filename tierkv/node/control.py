@@ -1,7 +1,7 @@
 """What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
 
     supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
-                           SessionEnded, HostLimit, Shutdown
+                           SessionEnded, HostLimit, GatewayHeard, Shutdown
     front -> supervisor    Ready, WorkerRecovered, ReplaceWorker, Drained
 
 [descriptors] travel with their message (SCM_RIGHTS). The end of the pair says that the other process is gone.
@@ -49,6 +49,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int | None
     metrics_host: str
     log_level: str
+    has_gateway: bool = False
 
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
@@ -106,6 +107,16 @@ class HostLimit(ControlMessage, frozen=True, kw_only=True, tag=True):
     problem: str = ""
 
 
+class GatewayHeard(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """A sign of life of the gateway for tenants that are not trusted; or, where it is not running, of its end.
+    `problem`: how the last one that died, died."""
+
+    pid: int
+    restarts: int
+    is_running: bool
+    problem: str
+
+
 class Shutdown(ControlMessage, frozen=True, kw_only=True, tag=True):
     """Stop taking requests, write what is dirty within the budget. A second one replaces the budget."""
 
@@ -146,6 +157,7 @@ AnyControlMessage = (
     | SessionClosed
     | SessionEnded
     | HostLimit
+    | GatewayHeard
     | Shutdown
     | Ready
     | WorkerRecovered

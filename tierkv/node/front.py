@@ -37,6 +37,7 @@ from tierkv.node.control import (
     AnyControlMessage,
     Begin,
     Control,
+    GatewayHeard,
     HostLimit,
     Ready,
     ReplaceWorker,
@@ -103,6 +104,7 @@ class Front:
             supervisor_pid=begin.supervisor_pid,
             front_restarts=begin.front_restarts,
             started=time.monotonic(),
+            has_gateway=settings.has_gateway,
         )
         self._survey = Survey(self._core, self._outbox, self._node)
         self._service = Service(
@@ -264,6 +266,9 @@ class Front:
             case HostLimit():
                 self._node.host_problem = message.problem
                 self._service.host_limit(message.num_bytes, now)
+            case GatewayHeard():
+                self._node.gateway_heard = message
+                self._node.gateway_heard_at = now
             case Shutdown():
                 self._shut_down(message.budget_seconds, now)
             case _:

@@ -156,4 +156,5 @@ def front_settings(settings: Settings) -> FrontSettings:
         metrics_port=settings.metrics_port,
         metrics_host=settings.metrics_host,
         log_level=settings.log_level,
+        has_gateway=bool(settings.inline_users),
     )

@@ -41,12 +41,19 @@ from tierkv.node.control import (
     WorkerDied,
     WorkerRecovered,
 )
+from tierkv.node.gateway_process import GatewayProcess
 from tierkv.node.host_share import HostShare
 from tierkv.node.incarnation import Incarnation
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
 from tierkv.node.memory_room import require_memory
 from tierkv.node.sessions import Asked, Ended, Event, HungUp, Sessions
-from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions, remove_sockets
+from tierkv.node.socket_folder import (
+    claim_inline_folder,
+    claim_socket_folder,
+    listen_for_sessions,
+    remove_inline_sockets,
+    remove_sockets,
+)
 from tierkv.node.start_checks import raise_descriptor_limit, require_metrics_address
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.storage.directory import DataDirectory
@@ -82,6 +89,10 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
         require_metrics_address(settings)
         claim_socket_folder(settings.socket_dir)
         owned.enter_context(lock_socket_directory(settings.socket_dir))
+        if settings.inline_users:
+            claim_inline_folder(settings.inline_dir)
+            owned.enter_context(lock_socket_directory(settings.inline_dir))
+            owned.callback(remove_inline_sockets, settings.inline_dir)
         require_memory(settings.host_bytes, settings.lock_wait_seconds)
         raise_descriptor_limit()
         if settings.huge_pages and not are_huge_pages_possible():
@@ -119,6 +130,7 @@ class Supervisor:
         self._leftover: Child | None = None  # the worker of an incarnation that ended, still to be reaped
         self._host_share = HostShare(settings.host_bytes)
         self._admission = Admission(sessions)
+        self._gateway = GatewayProcess(settings)
         self._front_backoff = Backoff()
         self._worker_backoff = Backoff()
         self._front_due: float | None = 0.0
@@ -145,11 +157,13 @@ class Supervisor:
                 self._on_signals()
             self._take_control()
             self._reap()
+            self._hear_gateway()
             for event in self._sessions.poll():
                 self._on_session(event)
             self._do_what_is_due()
             if self._incarnation is not None:
                 self._incarnation.control.flush()
+        self._gateway.end()
         return self._sum_up()
 
     @property
@@ -168,6 +182,7 @@ class Supervisor:
             wanted[incarnation.front.pidfd] = select.POLLIN
         if (worker := self._leftover or (incarnation.worker if incarnation else None)) is not None:
             wanted[worker.pidfd] = select.POLLIN
+        wanted |= dict.fromkeys(self._gateway.filenos(), select.POLLIN)
         for fd in self._polled.keys() - wanted.keys():
             self._poll.unregister(fd)
         for fd, events in wanted.items():
@@ -180,6 +195,7 @@ class Supervisor:
             self._front_due,
             self._worker_due,
             self._growth_due,
+            self._gateway.due,
             self._socket_check_due,
             self._end_due,
             self._sessions.next_deadline(),
@@ -195,6 +211,7 @@ class Supervisor:
         if self._worker_due is not None and self._worker_due <= now:
             self._worker_due = None
             self._start_worker(now)
+        self._gateway.start_if_due(now)
         if self._growth_due is not None and self._growth_due <= now:
             self._growth_due = self._host_share.grow(self._incarnation, now) if self._incarnation else None
         if self._socket_check_due <= now:
@@ -255,6 +272,11 @@ class Supervisor:
             self._take_control()  # its last words
             self._front_died(how, now)
 
+    def _hear_gateway(self) -> None:
+        heard = self._gateway.look()
+        if heard is not None and self._incarnation is not None:
+            self._tell(self._incarnation, heard)
+
     def _kill_children(self) -> None:
         if self._incarnation is not None:
             self._incarnation.front.kill()
@@ -276,6 +298,7 @@ class Supervisor:
     def kill_all(self) -> None:
         """Whatever the reason we end: no child that can be killed outlives us."""
         self._kill_children()
+        self._gateway.kill()
         if self._incarnation is not None:
             self._incarnation.front.wait()
             self._leftover = self._leftover or self._incarnation.worker
@@ -399,6 +422,7 @@ class Supervisor:
         log.info("%s: stopping within %g s", name, budget)
         self._end_due = time.monotonic() + budget + END_SECONDS
         self._front_due = None
+        self._gateway.start_no_more()
         self._sessions.stop_accepting()
         if self._incarnation is not None:
             self._tell(self._incarnation, Shutdown(budget_seconds=budget))

@@ -17,10 +17,14 @@ from tierkv.core.counters import Counters
 from tierkv.core.usage import GroupUsage, TierBytes
 from tierkv.metrics import Snapshot
 from tierkv.metrics.snapshot import copy_counters
+from tierkv.node.control import GatewayHeard
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.mover import NAME as STORAGE
 from tierkv.node.outbox import Outbox
 from tierkv.wire.messages import StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
+
+GATEWAY = "gateway"
+GATEWAY_SILENT_SECONDS = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +41,17 @@ class NodeState:
     host_problem: str = ""
     metrics_problem: str = ""
     supervisor_heard: float = 0.0
+    has_gateway: bool = False
+    gateway_heard: GatewayHeard | None = None
+    gateway_heard_at: float = 0.0
+
+    def describe_gateway(self, now: float) -> str:
+        heard = self.gateway_heard
+        if heard is None:
+            return "starting"
+        if not heard.is_running:
+            return "dead"
+        return "silent" if now - self.gateway_heard_at > GATEWAY_SILENT_SECONDS else "running"
 
 
 class Survey:
@@ -124,6 +139,8 @@ class Survey:
             yield self._node.host_problem
         if self._node.metrics_problem:
             yield self._node.metrics_problem
+        if self._node.has_gateway and (gateway := self._node.describe_gateway(now)) != "running":
+            yield f"the gateway for tenants that are not trusted is {gateway}"
         if not self._node.has_nvme:
             return
         if not worker.is_up:
@@ -137,6 +154,10 @@ class Survey:
         node, worker = self._node, self._worker
         yield WorkerStatus("supervisor", node.supervisor_pid, "running", 0, max(0.0, now - node.supervisor_heard))
         yield WorkerStatus("front", os.getpid(), "running", node.front_restarts, 0.0)
+        if node.has_gateway:
+            sign = node.gateway_heard or GatewayHeard(pid=0, restarts=0, is_running=False, problem="")
+            heard = max(0.0, now - node.gateway_heard_at)
+            yield WorkerStatus(GATEWAY, sign.pid, node.describe_gateway(now), sign.restarts, heard, sign.problem)
         if node.has_nvme:
             heard = max(0.0, now - worker.heard)
             yield WorkerStatus(STORAGE, worker.pid, worker.describe(now), worker.restarts, heard, worker.problem)
