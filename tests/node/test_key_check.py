@@ -125,3 +125,18 @@ def test_what_waits_to_be_checked_is_counted_so_that_it_can_be_bounded(monkeypat
     assert checks.is_behind
     checks.run()
     assert not checks.is_behind
+
+
+def test_everybody_who_waits_for_a_verdict_hears_it_also_when_a_second_one_brings_it_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_check, "SLICE_BLOCKS", 1)
+    checks: KeyChecks[str] = KeyChecks()
+    add(checks, b"t", *prompt(2))
+    assert checks.settle(b"t", "first") is Verdict.PENDING
+    assert checks.settle(b"t", "second") is Verdict.PENDING
+    told: list[str] = []
+    while len(checks):
+        told += checks.run()
+    assert told == ["first", "second"]
+    assert checks.settle(b"t", "third") is Verdict.RIGHT

@@ -112,7 +112,8 @@ class KeyChecks(Generic[T]):
         check = self._checks.get(grant)
         if check is None:
             return self.verdict(grant)
-        verdict = self._advance(grant, check)
+        # Where somebody waits already, the verdict is for all of them together, from `run`.
+        verdict = Verdict.PENDING if check.waiting else self._advance(grant, check)
         if verdict is Verdict.PENDING:
             check.waiting.append(waiter)
             self._urgent.append(grant)
