@@ -152,7 +152,7 @@ def end_twice(story: Story) -> None:
     story.node.send(Release, ASKER, grant=story.grant)
 
 
-def end_under_the_copy(story: Story) -> None:
+def end_while_copying(story: Story) -> None:
     """A broken promise: the scheduler gives up while a worker copies, and the slots get new owners."""
     story.node.send(Release, ASKER, grant=story.grant)
     story.node.fill_host(but=story.prompt)
@@ -177,7 +177,7 @@ def worker_dies(story: Story) -> None:
     story.node.start_worker()
 
 
-def reports_come_twice(story: Story) -> None:
+def told_twice(story: Story) -> None:
     story.node.hear_again()
 
 
@@ -228,12 +228,12 @@ STATES: list[Callable[[], Story]] = [
 EVENTS: list[Callable[[Story], None]] = [
     end,
     end_twice,
-    end_under_the_copy,
+    end_while_copying,
     holder_dies,
     asker_dies,
     front_dies,
     worker_dies,
-    reports_come_twice,
+    told_twice,
     reply_is_lost,
     deadline,
     eviction,
@@ -244,21 +244,21 @@ EVENTS: list[Callable[[Story], None]] = [
 
 
 OUTCOMES = read_table("""
-                   | queued | reading | read_done | granted | in_memory | copying | released | missed
-end                | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-end_twice          | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-end_under_the_copy | -/2 2/2 | -/2 2/2 | -/2 2/2   | 0/2 2/2 | 0/2 2/2   | 0/2 2/2 | 2/2      | -/0
-holder_dies        | -/2 2/2 | -/2 2/2 | -/2 2/2   | -/2 2/2 | -/2 2/2   | -/2 2/2 | 2/2      | -/0
-asker_dies         | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-front_dies         | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-worker_dies        | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-reports_come_twice | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-reply_is_lost      | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-deadline           | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-eviction           | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-shutdown           | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
-report_bad         | -/0 2/1 | -/0 2/1 | -/0 2/1   | 2/1     | 2/1       | 2/1     | 2/1      | -/0
-holder_detaches    | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+                 | queued | reading | read_done | granted | in_memory | copying | released | missed
+end              | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+end_twice        | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+end_while_copying | -/2 2/2 | -/2 2/2 | -/2 2/2   | 0/2 2/2 | 0/2 2/2   | 0/2 2/2 | 2/2      | -/0
+holder_dies      | -/2 2/2 | -/2 2/2 | -/2 2/2   | -/2 2/2 | -/2 2/2   | -/2 2/2 | 2/2      | -/0
+asker_dies       | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+front_dies       | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+worker_dies      | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+told_twice       | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+reply_is_lost    | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+deadline         | -/2 2/2 | -/2 2/2 | -/2 2/2   | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+eviction         | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+shutdown         | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
+report_bad       | -/0 2/1 | -/0 2/1 | -/0 2/1   | 2/1     | 2/1       | 2/1     | 2/1      | -/0
+holder_detaches  | 2/2    | 2/2     | 2/2       | 2/2     | 2/2       | 2/2     | 2/2      | -/0
 """)
 """Blocks that the holder was told are valid (-: it never got a slot) / blocks that can be loaded when all is over."""
 
