@@ -43,8 +43,8 @@ Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 
 def _module(operation: str) -> ModuleType:
-    """Where a function lies that is replaced: `fcntl.fcntl` is the only one that is not in `os`."""
-    return fcntl if operation == "fcntl" else os
+    """Where a function lies that is replaced."""
+    return fcntl if operation in ("fcntl", "flock") else os
 
 
 def _any_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -239,6 +239,7 @@ class Calls:
         "posix_fallocate",
         "utime",
         "fcntl",
+        "flock",
     )
 
     def __init__(self) -> None:

@@ -302,6 +302,18 @@ def test_clearing_removes_what_dead_writers_left_and_nothing_else(directory: Dat
     assert outside.read_text() == "mine"
 
 
+@pytest.mark.scenario("B118", then="the temp file of a writer that lives is kept, and goes once its writer is dead")
+def test_clearing_keeps_what_somebody_is_writing(directory: DataDirectory) -> None:
+    with DataDirectory.open(directory.path) as other:  # an engine that remembers a digest, for example
+        name, fd = other.create_temp(direct=False)
+        cleared = directory.clear_temp()
+        assert (cleared.files, cleared.kept) == (0, 1)
+        assert os.listdir(directory.path / TEMP) == [name]
+        os.close(fd)
+    cleared = directory.clear_temp()
+    assert (cleared.files, cleared.kept) == (1, 0)
+
+
 def test_a_temp_file_that_could_not_be_set_up_is_removed(
     directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ class Recovered(Report, frozen=True, tag=True):
     temp_removed: int
     index_rebuilt: bool
     unreadable: int = 0
+    temp_bytes: int = 0
 
 
 class WriteDone(Report, frozen=True, tag=True):

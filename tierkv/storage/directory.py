@@ -59,10 +59,12 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Temp files that were removed, and entries of tmp/ that are not ours and were left."""
+    """Temp files that were removed and what they took on disk; those that somebody is writing, and entries of tmp/ that
+    are not ours, which were left."""
 
     files: int
     num_bytes: int
+    kept: int
     foreign: int
 
 
@@ -166,12 +168,14 @@ class DataDirectory:
     # ---- temp files
 
     def create_temp(self, *, direct: bool) -> tuple[str, int]:
-        """A new file in tmp/: its name, and a descriptor for writing (`direct`: with O_DIRECT where that works)."""
+        """A new file in tmp/: its name, and a descriptor for writing (`direct`: with O_DIRECT where that works). It is
+        locked for as long as it is open: that is how others know that its writer lives."""
         name = f"{os.getpid()}-{self._token}-{next(self._temp_numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.folder((TEMP,)) as folder_fd:
             fd = call("open", os.open, name, flags, 0o600, dir_fd=folder_fd)
             try:
+                call("flock", fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 call("fchmod", os.fchmod, fd, 0o600)
                 if direct:
                     self.use_direct(fd)
@@ -191,19 +195,21 @@ class DataDirectory:
                 raise
 
     def clear_temp(self) -> Cleared:
-        """Remove the temp files of writers before us: call it with the lock held and before the first write. What
-        has not a name that we give is left and counted."""
-        files = num_bytes = foreign = 0
+        """Remove the temp files of dead writers. Call it with the lock held and before the first write; an engine may
+        still be writing one, for it remembers digests here. What has not a name that we give is left and counted."""
+        files = num_bytes = kept = foreign = 0
         with self.folder((TEMP,)) as folder_fd:
             for name in call("listdir", os.listdir, folder_fd):
                 found = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
                 if not _TEMP_NAME.fullmatch(name) or not stat.S_ISREG(found.st_mode):
                     foreign += 1
                     continue
-                call("unlink", os.unlink, name, dir_fd=folder_fd)
+                if not _remove_if_abandoned(folder_fd, name):
+                    kept += 1
+                    continue
                 files += 1
                 num_bytes += found.st_blocks * 512
-        return Cleared(files, num_bytes, foreign)
+        return Cleared(files, num_bytes, kept, foreign)
 
     # ---- O_DIRECT, remembered
 
@@ -342,3 +348,19 @@ class DataDirectory:
                 self.refuse_direct("pwrite")
             elif error.reason != Reason.DISK_FULL:
                 raise
+
+
+def _remove_if_abandoned(folder_fd: int, name: str) -> bool:
+    """Unlink a temp file unless its writer has it open. In the moment after it was made it may not be locked yet: then
+    its writer can't rename it, and says so."""
+    fd = call("open", os.open, name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
+    try:
+        call("flock", fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        call("unlink", os.unlink, name, dir_fd=folder_fd)
+    except StorageError as error:
+        if error.errno_name != "EAGAIN":
+            raise
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -101,6 +101,7 @@ class _Counts:
     unknown_format: int = 0
     unreadable: int = 0
     temp_removed: int = 0
+    temp_bytes: int = 0
 
     def report(self, seconds: float, *, index_rebuilt: bool) -> Recovered:
         return Recovered(
@@ -113,6 +114,7 @@ class _Counts:
             unknown_format=self.unknown_format,
             unreadable=self.unreadable,
             temp_removed=self.temp_removed,
+            temp_bytes=self.temp_bytes,
             index_rebuilt=index_rebuilt,
         )
 
@@ -124,6 +126,7 @@ def _clear_temp(directory: DataDirectory, counts: _Counts, strays: Strays) -> No
         strays.note(error, ("tmp",))
         return
     counts.temp_removed += cleared.files
+    counts.temp_bytes += cleared.num_bytes
     counts.foreign += cleared.foreign
 
 

@@ -183,7 +183,7 @@ class StorageWorker:
             )
             log.info(
                 "%d extents in %.2f s: %d known to the index, %d headers read; set aside %d, foreign %d, of an unknown"
-                " format %d, unreadable %d, temp files removed %d",
+                " format %d, unreadable %d, temp files removed %d (%d bytes)",
                 recovered.extents,
                 recovered.seconds,
                 recovered.index_rows,
@@ -193,6 +193,7 @@ class StorageWorker:
                 recovered.unknown_format,
                 recovered.unreadable,
                 recovered.temp_removed,
+                recovered.temp_bytes,
             )
         else:
             recovered = clear_temp(self._directory)
