@@ -38,6 +38,7 @@ def failing(number: int) -> Callable[..., int]:
 # ---- made, opened, refused
 
 
+@pytest.mark.scenario("B226", then="directories are 0700 and files 0600 whatever the umask")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
 def test_an_absent_directory_is_made_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
@@ -71,6 +72,7 @@ def test_a_lock_and_what_a_killed_set_up_leaves_count_as_empty(tmp_path: Path) -
     assert not (tmp_path / "FORMAT.new").exists()
 
 
+@pytest.mark.scenario("B114", then="files and no FORMAT: refused, exit 2, and nothing is touched")
 def test_a_directory_with_foreign_files_is_refused_and_nothing_made_in_it(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
@@ -156,11 +158,15 @@ def test_a_reader_opens_it_without_the_folders_that_may_be_deleted(tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.scenario("B226", then="whoever is not the owner is refused with exit 2 before anything is made")
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     DataDirectory.open(tmp_path / "data").close()
     os.chown(tmp_path / "data", 12_345, 12_345)
-    with pytest.raises(DataDirectoryError, match="belongs to uid 12345"):
+    before = tree(tmp_path)
+    with pytest.raises(DataDirectoryError, match="belongs to uid 12345") as refused:
         DataDirectory.open(tmp_path / "data")
+    assert refused.value.exit_code == 2
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
@@ -189,17 +195,19 @@ def test_a_full_disk_is_a_reason_to_refuse_to_make_one(tmp_path: Path, monkeypat
     DataDirectory.open(tmp_path / "data").close()  # what was left is no obstacle
 
 
-def test_a_folder_on_another_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.scenario("B225", then="models/ or quarantine/ on another file system than tmp/ is refused at the start")
+@pytest.mark.parametrize("name", ["models", "quarantine"])
+def test_a_folder_on_another_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     DataDirectory.open(tmp_path).close()
     real = os.fstat
-    quarantine = (tmp_path / "quarantine").stat().st_ino
+    elsewhere = (tmp_path / name).stat().st_ino
 
     def fstat(fd: int) -> os.stat_result:
         found = real(fd)
-        return os.stat_result((*found[:2], 99, *found[3:])) if found.st_ino == quarantine else found
+        return os.stat_result((*found[:2], 99, *found[3:])) if found.st_ino == elsewhere else found
 
     monkeypatch.setattr(os, "fstat", fstat)
-    with pytest.raises(DataDirectoryError, match="quarantine is on another file system"):
+    with pytest.raises(DataDirectoryError, match=f"{name} is on another file system"):
         DataDirectory.open(tmp_path)
 
 
@@ -326,6 +334,7 @@ def test_a_temp_file_that_could_not_be_set_up_is_removed(
 # ---- O_DIRECT
 
 
+@pytest.mark.scenario("B222", then="a file system without O_DIRECT is used buffered, with one warning")
 def test_a_file_system_that_refuses_direct_transfers_is_used_buffered_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

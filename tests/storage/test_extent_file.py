@@ -60,6 +60,11 @@ def poisoned(sample: Sample, index: int) -> bool:
 # ---- round trip
 
 
+@pytest.mark.scenario(
+    "B222",
+    then="blocks of 4096k, 4096k+512 and 1000 bytes come back as they were on a disk, tmpfs and an overlay, with"
+    " O_DIRECT and without; the header keeps the real length and the file's size is the padded one",
+)
 @pytest.mark.parametrize("block_bytes", [4096, 3 * 4096, 3 * 4096 + 512, 4096 + 1, 1000, 1])
 @pytest.mark.parametrize("direct_io", [True, False])
 def test_blocks_come_back_as_they_were_on_any_file_system(
@@ -70,6 +75,7 @@ def test_blocks_come_back_as_they_were_on_any_file_system(
         written = sample.write(directory)
         outcome = sample.read(directory)
         path = path_of(directory, sample.name)
+        assert read_header(directory, sample.name).header.block_bytes == block_bytes
         assert outcome == ReadOutcome(3, tokens=sample.tokens, extras=sample.extras)
         assert [sample.read_back(index) for index in range(3)] == sample.blocks
         assert written.file_bytes == path.stat().st_size == file_bytes(3, block_bytes, 4096)
@@ -121,13 +127,26 @@ def test_blocks_that_do_not_fit_the_pieces_come_back(directory: DataDirectory, b
     assert verify_file(directory, sample.name).valid == 3
 
 
+@pytest.mark.scenario(
+    "B119",
+    then="extents of 10, 2, 10 and 1 blocks read one after the other into the same slots each come with their own"
+    " length and bytes and touch nothing behind them; another block size than the file's is layout_mismatch",
+)
 def test_extents_of_ten_two_ten_and_one_blocks_each_keep_their_length(directory: DataDirectory) -> None:
     samples = [Sample(num_blocks=count, seed=100 * count) for count in (10, 2, 1)]
     for sample in samples:
         sample.write(directory)
+    buffer = samples[0].arena
     for sample in (samples[0], samples[1], samples[0], samples[2]):
-        assert sample.read(directory).valid == sample.num_blocks
-        assert [sample.read_back(index) for index in range(sample.num_blocks)] == sample.blocks
+        buffer[:] = bytes([POISON]) * len(buffer)
+        slots = [index * sample.slot_bytes for index in range(sample.num_blocks)]
+        outcome = read_blocks(directory, buffer, sample.read_order(slots=slots), identity=sample.identity)
+        assert outcome.valid == sample.num_blocks
+        used = sample.num_blocks * sample.slot_bytes
+        assert bytes(buffer[:used]) == b"".join(sample.blocks)
+        assert bytes(buffer[used:]) == bytes([POISON]) * (len(buffer) - used)
+    wrong = read_blocks(directory, buffer, samples[1].read_order(slots=[0, 8192], block_bytes=8192))
+    assert (wrong.valid, wrong.reason) == (0, Reason.LAYOUT_MISMATCH)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -320,6 +320,11 @@ class Zoo:
         self.foreign = [link, folder, pipe]
 
 
+@pytest.mark.scenario(
+    "B111",
+    then="the start comes to its end between files of every bad kind: the good ones are found, temp files of dead"
+    " writers go, what is not ours stays and is counted as foreign",
+)
 def test_a_zoo_of_files_disturbs_nothing(directory: DataDirectory) -> None:
     zoo = Zoo(directory)
     told = start(directory)
@@ -442,6 +447,10 @@ def test_a_file_moved_to_another_rank_is_not_taken_for_it(directory: DataDirecto
     assert Reason.IDENTITY_MISMATCH in told.quarantined[0]
 
 
+@pytest.mark.scenario(
+    "B110",
+    then="a rebuild of the index rewrites no file and no checksum; the first read of the damaged block is checksum",
+)
 def test_payload_damage_is_left_for_the_first_read(directory: DataDirectory) -> None:
     (sample,) = fill(directory, 1)
     path = path_of(directory, sample.name)

@@ -236,6 +236,12 @@ def test_a_touch_of_what_is_not_there_does_nothing(root: Path) -> None:
 # -------------------------------------------------------------------- damage
 
 
+@pytest.mark.scenario(
+    "B112",
+    then="a damaged file goes to quarantine at its first read, and the next store of its key really writes another"
+    " file, which is read back right",
+)
+@pytest.mark.scenario("B110", then="a flipped byte of the payload is checksum, and the file is set aside")
 @pytest.mark.parametrize(
     ("region", "reason", "valid"),
     [(0, Reason.BAD_HEADER, 0), (100, Reason.BAD_HEADER, 0), (4096, Reason.CHECKSUM, 0), (-1, Reason.CHECKSUM, 2)],
@@ -246,6 +252,7 @@ def test_a_damaged_file_is_set_aside_at_its_first_read_and_replaceable(
     sample = Sample()
     with Desk(root) as desk:
         desk.store(sample, 1)
+        inode = path_of(root, sample).stat().st_ino
         spoil(path_of(root, sample), region)
         report = desk.load(sample, 2)
         assert (report.valid, report.reason, report.gone) == (valid, reason, True)
@@ -254,7 +261,10 @@ def test_a_damaged_file_is_set_aside_at_its_first_read_and_replaceable(
         again = desk.load(sample, 3)
         assert (again.valid, again.reason, again.gone) == (0, Reason.NOT_FOUND, True)
         desk.store(sample, 4)
+        assert path_of(root, sample).stat().st_ino != inode
         assert desk.load(sample, 5).valid == 3
+        assert [desk.arena.read_back(sample, index) for index in range(3)] == sample.blocks
+        assert len(os.listdir(root / "quarantine")) == 1
         desk.stop()
     with Desk(root) as desk:
         assert desk.recovered().extents == 1
