@@ -30,17 +30,27 @@ from tierkv.core.instructions import (
     Instruction,
     OpenNamespace,
     OpFailed,
+    PurgeAbout,
+    PurgeRecorded,
+    PurgeResumed,
+    PurgeScope,
+    PurgeSwept,
     Read,
     ReadDone,
+    RecordPurge,
     Recovered,
     Remove,
     RemoveDone,
     Report,
     Rows,
     SetAside,
+    SweepPurge,
+    Swept,
     Touch,
     Write,
     WriteDone,
+    Zero,
+    Zeroed,
 )
 from tierkv.core.keys import KEY_BYTES, chain_keys, count_keys, key_at, pack_tokens
 from tierkv.core.reasons import Reason
@@ -51,7 +61,7 @@ FILE_HEADER_BYTES = 2 * PAGE  # of the tiny extents here
 
 Stamp = tuple[bytes, int]
 FileName = tuple[bytes, int, bytes]  # group, rank, key
-FileOp = Write | Read | Remove | SetAside
+FileOp = Write | Read | Remove | SetAside | SweepPurge | Zero
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -119,6 +129,10 @@ class Arena(dict[int, object]):
     def write(self, slots: Iterable[int], content: Iterable[object]) -> None:
         self.update(zip(slots, content, strict=True))
 
+    def zero(self, offset: int, num_bytes: int) -> None:
+        for slot in [slot for slot in self if offset <= slot < offset + num_bytes]:
+            del self[slot]
+
     def read(self, slots: Iterable[int]) -> list[object]:
         return [self.get(slot, "never written") for slot in slots]
 
@@ -141,6 +155,7 @@ class Disk:
 
     files: dict[FileName, KvFile] = field(default_factory=dict)
     specs: dict[bytes, GroupSpec] = field(default_factory=dict)
+    purges: dict[bytes, tuple[PurgeScope, PurgeAbout]] = field(default_factory=dict)  # recorded, not yet swept
     _harmed: dict[tuple[bytes, int], set[bytes]] = field(default_factory=dict)
 
     @property
@@ -199,12 +214,35 @@ class Disk:
             if stamp == (key_at(file.keys, index), rank)
         }
 
+    def in_scope(self, scope: PurgeScope) -> list[FileName]:
+        groups = {named.group for named in scope.groups}
+        heads = {(named.group, head) for named in scope.extents for head in split(named.heads)}
+        return [
+            name
+            for name in self.files
+            if name[0] in groups or (name[0], name[2]) in heads or self.specs[name[0]].identity.weights in scope.models
+        ]
+
+    def resume(self, failure: Reason | None = None) -> list[Report]:
+        """What a worker that sends rows does first with purges that were recorded."""
+        reports: list[Report] = []
+        for purge, (scope, about) in list(self.purges.items()):
+            if failure is None:
+                for name in self.in_scope(scope):
+                    del self.files[name]
+                del self.purges[purge]
+            reports.append(PurgeResumed(purge, scope, about, Swept(), failure))
+        return reports
+
     def recovery(self, order: Sequence[FileName] | None = None) -> list[Report]:
         """What a worker reports at start, one row a report."""
         reports: list[Report] = [
             GroupFound(spec.group, spec.identity, spec.model_name) for spec in self.specs.values() if spec.persistent
         ]
+        hidden = {name for scope, _ in self.purges.values() for name in self.in_scope(scope)}
         for name in order if order is not None else list(self.files):
+            if name in hidden:
+                continue
             group, rank, _ = name
             fingerprint = self.specs[group].identity.weights
             reports.append(Rows(fingerprint, group, rank, [self.files[name].row]))
@@ -239,7 +277,10 @@ class Worker:
         self.touched = 0
 
     def take(self, instruction: object) -> None:
-        if isinstance(instruction, (Write, Read, Remove, SetAside)):
+        if isinstance(instruction, RecordPurge):
+            self.disk.purges[instruction.purge] = (instruction.scope, instruction.about)
+            self.unheard.append((None, PurgeRecorded(instruction.purge)))
+        elif isinstance(instruction, (Write, Read, Remove, SetAside, SweepPurge, Zero)):
             self.waiting.append(instruction)
         elif isinstance(instruction, Touch):
             self.touched += len(instruction.rows)
@@ -255,7 +296,14 @@ class Worker:
     def slots_in_use(self) -> set[int]:
         """Slots that an operation may still touch, for all the core can know."""
         ops = [*self.waiting, *(op for op, _ in self.unheard if op is not None)]
-        return {slot for op in ops if isinstance(op, (Write, Read)) for slot in op.slots}
+        wiped = {
+            page
+            for op in ops
+            if isinstance(op, Zero)
+            for offset, size in op.ranges
+            for page in range(offset, offset + size, PAGE)
+        }
+        return wiped | {slot for op in ops if isinstance(op, (Write, Read)) for slot in op.slots}
 
     def scribble(self) -> None:
         """Reads in progress have filled their slots with half of something."""
@@ -270,6 +318,12 @@ class Worker:
             report = self._write(op, failure, leaves_file)
         elif isinstance(op, Read):
             report = self._read(op, failure, valid)
+        elif isinstance(op, Zero):
+            for offset, size in op.ranges:
+                self.arena.zero(offset, size)
+            report = Zeroed(op.op)
+        elif isinstance(op, SweepPurge):
+            report = self._sweep(op, failure, valid)
         else:
             report = self._remove(op, failure)
         self.unheard.append((op, report))
@@ -331,6 +385,17 @@ class Worker:
             op.op, len(content), 0.01, tokens=file.tokens, extras={k: list(v) for k, v in file.extras.items()}
         )
 
+    def _sweep(self, op: SweepPurge, failure: Reason | None, valid: int) -> Report:
+        scope, _ = self.disk.purges[op.purge]
+        names = self.disk.in_scope(scope)
+        for waiting in self.waiting:
+            assert isinstance(waiting, (SweepPurge, Zero)) or file_of(waiting) not in names, "swept while it is in use"
+        for name in names if failure is None else names[:valid]:
+            del self.disk.files[name]
+        if failure is None:
+            del self.disk.purges[op.purge]
+        return PurgeSwept(op.purge, Swept(files=len(names)), failure)
+
     def _remove(self, op: Remove | SetAside, failure: Reason | None) -> Report:
         if failure is not None:
             return OpFailed(op.op, failure)
@@ -382,7 +447,7 @@ class Bench:
         self.absorb(self.state.open_group(self.spec, self.now))
         if self.limits.nvme_bytes:
             self.absorb(self.state.worker_started(self.now))
-            for report in self.disk.recovery(order):
+            for report in [*self.disk.resume(), *self.disk.recovery(order)]:
                 self.absorb(self.state.report(report, self.now))
 
     def absorb(self, effects: Iterable[object]) -> None:
@@ -544,6 +609,10 @@ class Bench:
 
 
 def file_of(op: FileOp) -> FileName:
+    if isinstance(op, SweepPurge):
+        return op.purge, 0, b"purge"
+    if isinstance(op, Zero):
+        return b"zero", op.op, b""
     return op.group, op.rank, op.key
 
 

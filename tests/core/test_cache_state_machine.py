@@ -48,7 +48,9 @@ from tierkv.core.grants import (
     SealReady,
     Waiting,
 )
-from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, TierHealth, Write
+from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, TierHealth, Write, Zero
+from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant
+from tierkv.core.purges import PurgePhase
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 from tierkv.core.state import CacheState, Limits
@@ -94,6 +96,7 @@ class Ticket:
     answer: Reservation
     arena: Arena
     arguments: dict[str, object]
+    purged: bool = False
 
     @property
     def granted(self) -> list[int]:
@@ -231,6 +234,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.overhead = 0
         self.real_bytes = 0
         self.promised: list[Promised] = []
+        self.purges: list[bytes] = []
         self.old: list[Incarnation] = []
         self.start_front()
         if draw.draw(st.booleans()):  # a disk with something on it
@@ -251,6 +255,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cancelled: set[bytes] = set()
         self.waiting_seals: dict[int, tuple[Prompt, float]] = {}
         self.warmups: list[bytes] = []
+        self.tainted: set[int] = set()  # pages with something purged in them, or with a writer of such
+        self.purges = []
         self.committed: dict[tuple[bytes, int], set[bytes]] = {}
         self.lost_with_notice: set[bytes] = set()
         for _ in range(2):
@@ -267,9 +273,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.damaged = self.state.counts.damaged_extents.total()
 
     def recover(self, order: list[FileName] | None = None) -> None:
+        resumed = self.disk.resume(Reason.IO_ERROR if self.number() % 3 == 0 else None)
         for spec in self.groups:
             for rank in range(spec.identity.parallel.shards):
-                self.committed[spec.group, rank] = self.disk.keys_of(spec.group, rank)
+                hidden = {name for scope, _ in self.disk.purges.values() for name in self.disk.in_scope(scope)}
+                self.committed[spec.group, rank] = {
+                    key
+                    for name, file in self.disk.files.items()
+                    if name[:2] == (spec.group, rank) and name not in hidden
+                    for key in split(file.keys)
+                }
+        for report in resumed:
+            self.absorb(self.state.report(report, self.now))
         self.absorb(self.state.report(TierHealth(True, self.overhead, free_bytes=1 << 30), self.now))
         for report in self.disk.recovery(order):
             self.absorb(self.state.report(report, self.now))
@@ -277,7 +292,7 @@ class CacheMachine(RuleBasedStateMachine):
     def limit_host(self) -> None:
         """The old arenas count until nobody can touch them."""
         reserved = min(self.host_bytes, len(self.old) * self.host_bytes // 2)
-        self.absorb(self.state.host_limit(self.host_bytes - reserved, self.now))
+        self.absorb(self.state.host_limit(self.host_bytes - reserved, self.now, earlier_bytes=reserved))
 
     # ---- small things
 
@@ -303,6 +318,7 @@ class CacheMachine(RuleBasedStateMachine):
         return whole.first(blocks)
 
     def absorb(self, effects: list[object]) -> None:
+        self.tainted &= self.here.arena.keys()  # wiped since
         for effect in effects:
             if isinstance(effect, LeaseReady):
                 self.lease_ready(effect)
@@ -317,8 +333,13 @@ class CacheMachine(RuleBasedStateMachine):
                 self.instruct(effect)
 
     def instruct(self, instruction: object) -> None:
-        assert self.is_worker_up, f"nobody is there to take {instruction}"
+        is_wipe = isinstance(instruction, Zero)
+        assert self.is_worker_up or (is_wipe and not self.limits.nvme_bytes), f"nobody is there to take {instruction}"
+        if isinstance(instruction, Zero):
+            for offset, size in instruction.ranges:
+                assert not self.slots_of_engines() & set(range(offset, offset + size, PAGE)), "wiped under somebody"
         if isinstance(instruction, Read):
+            assert not self.tainted & set(instruction.slots), "memory is used that still holds what was purged"
             taken = self.slots_of_engines() | self.worker.slots_in_use()
             assert not taken & set(instruction.slots), "a read would overwrite a slot that somebody uses"
         if isinstance(instruction, Write):
@@ -421,6 +442,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_reservation(ticket)
         assert not set(ticket.keys) & set(visible), "asked to store again what can be matched"
         assert not taken & set(answer.offsets), "slots were handed out that somebody still uses"
+        assert not self.tainted & set(answer.offsets), "memory was handed out that still holds what was purged"
         for offset, generation in zip(answer.offsets, answer.generations, strict=True):
             assert generation > self.here.handed_out.get(offset, -1), "a late reader could not tell"
             self.here.handed_out[offset] = generation
@@ -435,7 +457,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(answer.states) == ticket.prompt.blocks - ticket.first
         assert len(answer.offsets) == len(answer.generations) == answer.states.count(GRANTED)
         assert len(set(answer.offsets)) == len(answer.offsets)
-        pending = {key for other in self.here.tickets.values() if other.rank == rank for key in other.keys}
+        others = [other for other in self.here.tickets.values() if other.rank == rank and not other.purged]
+        pending = {key for other in others for key in other.keys}
         committed = self.committed.get((ticket.prompt.group, rank), set())
         for at, state in enumerate(answer.states):
             key = ticket.prompt.key(ticket.first + at)
@@ -472,6 +495,12 @@ class CacheMachine(RuleBasedStateMachine):
     def do_commit(self, ticket: Ticket, *, twice: bool = False) -> None:
         ticket.fill()
         self.here.tickets.pop(ticket.grant, None)
+        if ticket.purged:
+            self.ended[ticket.grant] = "purged"
+            answer, effects = self.state.commit(ticket.grant, self.now)
+            self.absorb(effects)
+            assert answer == Refused(Reason.PURGED)
+            return
         self.ended[ticket.grant] = "committed"
         self.committed.setdefault((ticket.prompt.group, ticket.rank), set()).update(ticket.keys)
         answer, effects = self.state.commit(ticket.grant, self.now)
@@ -907,6 +936,61 @@ class CacheMachine(RuleBasedStateMachine):
         assert progress is not None
         assert progress.done_extents <= progress.total_extents
 
+    @rule(draw=st.data())
+    def purge(self, draw: st.DataObject) -> None:
+        """An operator wants a tenant's, a model's or a prefix's data gone."""
+        prompt = self.prompt(draw)
+        kind = draw.draw(st.sampled_from(["tenant", "prefix", "prefix", "model"]))
+        if kind == "prefix" and prompt.blocks:
+            key = prompt.key(draw.draw(st.integers(0, prompt.blocks - 1)))
+            what: object = OfPrefix(key.hex()[: draw.draw(st.sampled_from([64, 16]))])
+            gone = self.blocks_from(self.head_of(key))
+        else:
+            what = OfModel("f" * 64) if kind == "model" else OfTenant(prompt.spec.identity.salt)
+            groups = self.groups if kind == "model" else [s for s in self.groups if s.identity.salt == what.salt]
+            gone = {p.key(i) for p in self.prompts if p.spec in groups for i in range(p.blocks)}
+        before = [self.state.match(p.group, p.keys) for p in self.prompts]
+        preview = self.state.preview_purge(what, self.now)
+        assert before == [self.state.match(p.group, p.keys) for p in self.prompts]
+        purge = self.name("purge")
+        if not isinstance(preview, NotOne):
+            self.expect_gone(gone)
+            self.purges.append(purge)
+        answer, effects = self.state.start_purge(purge, what, self.now)
+        self.absorb(effects)
+        for p in self.prompts:
+            first_gone = next((index for index in range(p.blocks) if p.key(index) in gone), p.blocks)
+            assert self.state.match(p.group, p.keys).blocks <= first_gone, "purged, and matched"
+        if isinstance(answer, NotOne):  # the first digits of a key that is not known
+            assert answer == preview
+        else:
+            assert answer.about == preview.about
+
+    def expect_gone(self, gone: set[bytes]) -> None:
+        for spec in self.groups:
+            for rank in range(spec.identity.parallel.shards):
+                self.committed.setdefault((spec.group, rank), set()).difference_update(gone)
+        for promise in self.promised:
+            promise.end_before(gone)
+        self.tainted |= {slot for slot, content in self.here.arena.items() if content[0] in gone}
+        for ticket in self.here.tickets.values():
+            if set(ticket.prompt.block_keys) & gone:
+                ticket.purged = True
+                self.tainted |= set(ticket.answer.offsets)
+
+    def head_of(self, key: bytes) -> bytes:
+        """Of the extent that holds the block; the block itself where none does."""
+        holders = [extent.key for extent in self.state._ledger.tree if key in split(extent.keys)]
+        return holders[0] if holders else key
+
+    def blocks_from(self, head: bytes) -> set[bytes]:
+        return {
+            prompt.key(index)
+            for prompt in self.prompts
+            for index in range(prompt.blocks)
+            if head in prompt.block_keys[: index + 1]
+        }
+
     # ---- the front dies
 
     def the_front_restarts(self, draw: st.DataObject) -> None:
@@ -1013,11 +1097,13 @@ class CacheMachine(RuleBasedStateMachine):
                 assert doomed.waits_for
         for op in cascade._ops.values():
             claim(getattr(op, "slots", []), f"{op}")
+        for wipe in self.state._wiping.all():
+            claim(wipe.slots, "a wipe")
         assert set(owners) == ledger.pool.used_slots(), "slots in use that nobody owns, or the other way round"
 
     def extents_outside_the_tree(self) -> set[object]:
         ledger, cascade = self.state._ledger, self.state._cascade
-        extents = {op.extent for op in cascade._ops.values()}
+        extents = cascade.extents_in_operations()
         extents |= {segment.extent for lease in ledger.leases.values() for segment in lease.path}
         extents |= {extent for ticket in ledger.tickets.values() for extent in ticket.path}
         return extents - set(ledger.tree)
@@ -1134,6 +1220,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert not ledger.staged
         assert not ledger.writing
         assert state.dirty().extents == 0 or not state._cascade.is_writable
+        for purge in self.purges:
+            progress = state.purge_progress(purge)
+            assert progress is not None
+            assert progress.phase is PurgePhase.GONE or self.old, f"nobody holds anything of it: {progress}"
+        assert not self.tainted or self.old
+        assert not self.disk.purges
         resident = 0
         for extent in ledger.tree:
             assert not extent.holds

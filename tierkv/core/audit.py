@@ -13,11 +13,12 @@ from tierkv.core.extent import Branch, Extent
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Ledger
 from tierkv.core.residency import NvmeState
+from tierkv.core.wiping import Wiping
 from tierkv.errors import BrokenInvariant
 
 
-def check(ledger: Ledger, cascade: Cascade) -> None:
-    _check_slots(ledger, cascade)
+def check(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> None:
+    _check_slots(ledger, cascade, wiping)
     _check_homes(ledger)
     _check_extents(ledger)
     _check_branches(ledger)
@@ -31,7 +32,7 @@ def _require(condition: bool, story: str) -> None:
         raise BrokenInvariant(story)
 
 
-def _owned_slots(ledger: Ledger, cascade: Cascade) -> Iterator[tuple[int, str]]:
+def _owned_slots(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> Iterator[tuple[int, str]]:
     for ticket in ledger.tickets.values():
         yield from ((slot, f"ticket {ticket.grant.hex()}") for slot in ticket.offsets)
     for block in ledger.staged.values():
@@ -42,6 +43,8 @@ def _owned_slots(ledger: Ledger, cascade: Cascade) -> Iterator[tuple[int, str]]:
         for doomed in extent.doomed:
             yield from ((slot, f"doomed of {extent!r}") for slot in doomed.slots)
     yield from cascade.slots_being_read()
+    for wipe in wiping.all():
+        yield from ((slot, "a wipe") for slot in wipe.slots)
 
 
 def _all_extents(ledger: Ledger, cascade: Cascade) -> set[Extent]:
@@ -54,14 +57,16 @@ def _all_extents(ledger: Ledger, cascade: Cascade) -> set[Extent]:
     return extents
 
 
-def _check_slots(ledger: Ledger, cascade: Cascade) -> None:
+def _check_slots(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> None:
     owners: dict[int, str] = {}
-    for slot, owner in _owned_slots(ledger, cascade):
+    for slot, owner in _owned_slots(ledger, cascade, wiping):
         _require(slot not in owners, f"slot {slot} belongs to {owner} and to {owners.get(slot)}")
         owners[slot] = owner
     used = ledger.pool.used_slots()
     _require(owners.keys() == used, f"slots without owner {used - owners.keys()}, not in use {owners.keys() - used}")
     _require(ledger.pool.used_bytes <= ledger.pool.limit_bytes, "host memory beyond its limit")
+    wiped = sum(wipe.num_bytes for wipe in wiping.all())
+    _require(ledger.wiping_bytes == wiped, f"{ledger.wiping_bytes} bytes being wiped counted, {wiped} there")
 
 
 def _check_homes(ledger: Ledger) -> None:
@@ -88,6 +93,7 @@ def _check_extents(ledger: Ledger) -> None:
         _require(extent.sealed or extent.nvme is NvmeState.ABSENT, f"on NVMe and not sealed: {story}")
         _require((extent in ledger.unsealed) != extent.sealed, f"seal and list of growing ones differ: {story}")
         _require(extent.hot_blocks <= extent.num_blocks, f"hotter than long: {story}")
+        _require(not extent.purged, f"purged and still to be found: {story}")
 
 
 def _check_branches(ledger: Ledger) -> None:
@@ -162,4 +168,5 @@ def _check_grants(ledger: Ledger) -> None:
             _require(is_known, f"held by a grant that is over: {extent!r}")
     for rank, writing in ledger.writing.items():
         for key, grant in writing.items():
-            _require(grant in ledger.tickets, f"rank {rank} of {key[:4].hex()} is being written by nobody")
+            is_live = grant in ledger.tickets and not ledger.tickets[grant].purged
+            _require(is_live, f"rank {rank} of {key[:4].hex()} is being written by nobody")

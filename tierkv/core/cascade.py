@@ -7,7 +7,7 @@ storage worker carries it out and reports. All ranks of an extent go together.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tierkv.core.extent import Extent
@@ -65,6 +65,8 @@ class Cascade:
         self._written_bytes: dict[Extent, int] = {}
         self._retries: list[tuple[float, _RemoveOp]] = []
         self._unwritten: dict[Extent, bool] = {}  # -> whether it is written again as soon as its file is removed
+        self._to_sweep: dict[Extent, None] = {}  # purged ones whose files a sweep removes
+        self.held_back: Callable[[Extent], bool] = lambda extent: False  # not to be written for now
         self._file_owners: dict[bytes, Extent] = {}  # key -> whose file is being written or removed under that name
         self._writes_in_flight = 0
         self._reads_in_flight = 0
@@ -86,6 +88,8 @@ class Cascade:
         """Evict until `count` slots of this size can be had, or nothing more may go. Returns how many can be had."""
         ledger = self._ledger
         while (have := ledger.pool.available(slot_bytes)) < count:
+            if ledger.wiping_bytes >= (count - have) * slot_bytes:
+                break  # there will be room in a moment: nobody's blocks go for it
             if not (
                 self._give_way(slot_bytes, count - have)
                 or self._drop_oldest_staged(slot_bytes)
@@ -226,7 +230,7 @@ class Cascade:
             if extent.nvme is not NvmeState.QUEUED:
                 self._write_queue.popleft()
                 continue
-            if extent.key in self._file_owners:
+            if extent.key in self._file_owners or self.held_back(extent):
                 blocked.append(self._write_queue.popleft())  # or the older file's removal would take this one's
                 continue
             need = self._need(extent)
@@ -274,6 +278,7 @@ class Cascade:
         extent.nvme_bytes = need
         ledger.hold(extent, _WRITE_HOLD, extent.num_blocks)
         assert extent.tokens is not None
+        ledger.declare(group)
         for rank in range(group.ranks):
             op = self._new_op(_WriteOp(extent))
             extent.ops += (op,)
@@ -482,6 +487,40 @@ class Cascade:
             self.cut_safely(extent, min(num_blocks, extent.num_blocks), now)
         self._neighbours_changed(extent)
 
+    # ---- purging
+
+    def purge(self, extent: Extent, now: float) -> None:
+        """Nothing of it is matched, read or written from here on. A file that is there is left to the sweep, see
+        `swept`; one that is being written is removed when that has ended."""
+        extent.purged = True
+        self._unwritten.pop(extent, None)
+        for rank in range(self._ledger.group_of(extent).ranks):
+            self._reads_wanted.pop((extent, rank), None)
+        if extent.nvme is NvmeState.QUEUED:
+            self._drop_queued(extent, Reason.PURGED, now)
+        elif extent.nvme is NvmeState.PRESENT:
+            extent.move(NvmeEvent.LOST)
+            self._file_owners[extent.key] = extent
+            self.removing_bytes += extent.nvme_bytes
+            self._to_sweep[extent] = None
+        if extent.in_tree:
+            self._ledger.cut_extent(extent, 0)
+        self._neighbours_changed(extent)
+
+    def swept(self, extents: Iterable[Extent], now: float) -> None:
+        """Their files are gone. Of two purges that overlap, the first to be swept tells of what both took."""
+        for extent in extents:
+            if extent in self._to_sweep:
+                del self._to_sweep[extent]
+                self._file_gone(extent, now)
+
+    def is_to_sweep(self, extent: Extent) -> bool:
+        return extent in self._to_sweep
+
+    def is_at_rest(self, extent: Extent) -> bool:
+        """No operation of the worker's is about it."""
+        return not (extent.ops or extent.reading or any(retry.extent is extent for _, retry in self._retries))
+
     def discard(self, extent: Extent) -> None:
         """Remove the files of an extent that recovery could not use."""
         self._ledger.counts.damaged_extents[Reason.INCOMPLETE_RANKS] += 1
@@ -522,8 +561,10 @@ class Cascade:
         del self._ops[report.op]
         extent = op.extent
         extent.end_op(report.op)
-        if extent.ops or any(retry.extent is extent for _, retry in self._retries):
-            return
+        if not extent.ops and not any(retry.extent is extent for _, retry in self._retries):
+            self._file_gone(extent, now)
+
+    def _file_gone(self, extent: Extent, now: float) -> None:
         del self._file_owners[extent.key]
         self.removing_bytes -= extent.nvme_bytes
         self.nvme_used -= extent.nvme_bytes
@@ -623,7 +664,7 @@ class Cascade:
             ledger.counts.promoted_blocks += valid
             self._remember_tokens(extent, group, report)
         if valid < len(op.slots):
-            ledger.pool.release(op.slots[valid:])
+            ledger.release(op.slots[valid:], group.slot_bytes, wipe=extent.purged)
         ledger.counts.nvme_read_bytes += report.valid * group.slot_bytes
         ledger.counts.nvme_read_seconds += report.seconds
         ledger.unhold(extent, ("read", rank))
@@ -654,6 +695,7 @@ class Cascade:
             op.aside = None
             del self._ops[report.op]
             op.extent.end_op(report.op)
+            op.extent.why_dropped = report.reason
             self._retries.append((now + self._ledger.limits.retry_seconds, op))
         elif isinstance(op, _ReadOp):
             self.read_done(ReadDone(op=report.op, valid=0, seconds=0.0, reason=report.reason), now)
@@ -678,8 +720,11 @@ class Cascade:
             if isinstance(op, _ReadOp):
                 del self._ops[number]
                 del op.extent.reading[op.rank]
-                ledger.pool.release(op.slots)
+                ledger.release(op.slots, ledger.group_of(op.extent).slot_bytes, wipe=op.extent.purged)
                 ledger.unhold(op.extent, ("read", op.rank))
+                if op.extent.purged:
+                    self.progressed.append(op.extent)
+                    continue
                 wanted = (op.extent, op.rank)
                 blocks = op.first + len(op.slots)
                 self._reads_wanted[wanted] = max(blocks, self._reads_wanted.get(wanted, 0))
@@ -750,7 +795,8 @@ class Cascade:
                 yield from ((slot, f"read into {op.extent!r}") for slot in op.slots)
 
     def extents_in_operations(self) -> set[Extent]:
-        return {op.extent for op in self._ops.values()} | {retry.extent for _, retry in self._retries}
+        retried = {retry.extent for _, retry in self._retries}
+        return {op.extent for op in self._ops.values()} | retried | set(self._to_sweep)
 
     def check_sums(self) -> None:
         """Raises BrokenInvariant when the bytes counted per state are not those of the extents in it."""

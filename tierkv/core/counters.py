@@ -32,3 +32,6 @@ class Counters:
     damaged_extents: Counter[str] = field(default_factory=Counter)
     stale_staged_blocks: int = 0
     worker_deaths: int = 0
+    purges: int = 0
+    purged_blocks: int = 0
+    wiped_bytes: int = 0  # of host memory, zeroed because of purges

@@ -71,6 +71,7 @@ class Extent:
         "nvme_bytes",
         "ops",
         "parent",
+        "purged",
         "ranks_found",
         "reading",
         "sealed",
@@ -94,6 +95,7 @@ class Extent:
         self.sealed = False
         self.in_tree = False
         self.condemned = False  # its file must go as soon as the operations on it end
+        self.purged = False  # its slots are wiped before anybody else gets them
         self.is_stray = False  # a worker that died may have left a file of it
         self.why_dropped: Reason | None = None  # of its last write that did not happen
         self.slots: list[list[int]] = [[] for _ in range(ranks)]

@@ -174,6 +174,7 @@ class TicketState:
     offsets: list[int]
     path: list[Extent]  # extents held so that the prefix stays while its continuation is written
     answer: Reservation
+    purged: bool = False  # its commit is refused, its slots are wiped
 
     def is_asked_by(self, session: bytes, group: bytes, rank: int, keys: bytes, first: int) -> bool:
         """Whether this is the request that the ticket was made for, come again."""

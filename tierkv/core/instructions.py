@@ -126,6 +126,64 @@ class CancelScrub(Instruction, frozen=True, tag=True):
     op: int
 
 
+class ScopeGroup(msgspec.Struct, frozen=True, array_like=True):
+    fingerprint: str
+    group: bytes
+
+
+class ScopeExtents(msgspec.Struct, frozen=True, array_like=True):
+    """Extents of one group, in every rank: the packed keys that head them."""
+
+    fingerprint: str
+    group: bytes
+    heads: bytes
+
+
+class PurgeScope(msgspec.Struct, frozen=True):
+    """What is to go: whole models, whole groups, single extents. It holds digests only, never a salt.
+
+    `names_tenant`: it was asked for by salt, so groups on disk that don't say whose they are are worth telling."""
+
+    models: tuple[str, ...] = ()
+    groups: tuple[ScopeGroup, ...] = ()
+    extents: tuple[ScopeExtents, ...] = ()
+    names_tenant: bool = False
+
+
+class PurgeAbout(msgspec.Struct, frozen=True):
+    """What a purge found when it was asked for, at `asked`."""
+
+    asked: float
+    extents: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+
+
+class RecordPurge(Instruction, frozen=True, tag=True):
+    """Write down, durably, that this is to go, before anything goes; carried out before any later instruction.
+    Reported as PurgeRecorded."""
+
+    purge: bytes
+    scope: PurgeScope
+    about: PurgeAbout
+
+
+class SweepPurge(Instruction, frozen=True, tag=True):
+    """Remove what is recorded from models/, quarantine/, tmp/ and the index, flush, and remove the record. Nothing of
+    it is being written or read. Reported as PurgeSwept."""
+
+    purge: bytes
+
+
+class Zero(Instruction, frozen=True, tag=True):
+    """Overwrite (offset, bytes) of the arena with zeros. Reported as Zeroed."""
+
+    op: int
+    ranges: list[tuple[int, int]]
+
+
 class Stop(Instruction, frozen=True, tag=True):
     """Finish what was taken on, flush the index, report Stopped, end. `budget_seconds` bounds all of it."""
 
@@ -254,11 +312,72 @@ class ScrubProgress(Report, frozen=True, tag=True):
     finished: bool
 
 
+class Swept(msgspec.Struct, frozen=True):
+    """What one sweep removed, and what it left: files that are not tierkv's or of a newer format, and (where the scope
+    names a tenant) groups that don't say whose they are."""
+
+    files: int = 0
+    file_bytes: int = 0
+    quarantined_files: int = 0
+    quarantined_bytes: int = 0
+    temp_files: int = 0
+    temp_bytes: int = 0
+    index_rows: int = 0
+    left_files: int = 0
+    unknown_groups: int = 0
+
+
+class PurgeRecorded(Report, frozen=True, tag=True):
+    """`reason` is why it could not be written down; then a crash before the sweep forgets the purge."""
+
+    purge: bytes
+    reason: Reason | None = None
+    problem: str = ""
+
+
+class PurgeSwept(Report, frozen=True, tag=True):
+    """Without a `reason`: nothing of it is on disk any more, across a power loss, and the record is gone."""
+
+    purge: bytes
+    swept: Swept
+    reason: Reason | None = None
+    problem: str = ""
+
+
+class PurgeResumed(Report, frozen=True, tag=True):
+    """A purge that an earlier front did not see through. It was swept before the first row was read; with a `reason`
+    that did not succeed: what it names is not among the rows, and the sweep is to be asked for again."""
+
+    purge: bytes
+    scope: PurgeScope
+    about: PurgeAbout
+    swept: Swept
+    reason: Reason | None = None
+    problem: str = ""
+
+
+class Zeroed(Report, frozen=True, tag=True):
+    op: int
+
+
 class Stopped(Report, frozen=True, tag=True):
     pass
 
 
-AnyInstruction = OpenNamespace | Write | Read | Remove | SetAside | Touch | Scrub | CancelScrub | Stop
+AnyInstruction = (
+    OpenNamespace
+    | Write
+    | Read
+    | Remove
+    | SetAside
+    | Touch
+    | Scrub
+    | CancelScrub
+    | RecordPurge
+    | SweepPurge
+    | Zero
+    | Stop
+)
 AnyReport = (
     GroupFound
     | Rows
@@ -270,5 +389,9 @@ AnyReport = (
     | OpFailed
     | TierHealth
     | ScrubProgress
+    | PurgeRecorded
+    | PurgeSwept
+    | PurgeResumed
+    | Zeroed
     | Stopped
 )

@@ -115,6 +115,11 @@ class Leases:
             for rank in [rank for rank, holder in lease.holders.items() if holder == session]:
                 self._end_part(lease, rank, Reason.SESSION_GONE)
 
+    def purge_waiting(self) -> None:
+        """Who waits for something that was purged gets nothing of it."""
+        for lease in [lease for lease in self._waiting.values() if any(s.extent.purged for s in lease.path)]:
+            self._end(lease, Reason.PURGED)
+
     def settle_changed(self, changed: set[Extent], now: float) -> None:
         """Extents have got host copies, or won't: grant the leases that waited for it."""
         for lease in list(self._waiting.values()):

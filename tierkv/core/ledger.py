@@ -1,7 +1,7 @@
 """The books: groups, sessions, the tree, the slots, and the few steps that change who owns what.
 
-Every slot in use belongs to exactly one of: a ticket, a staged block, a block of an extent, a read in flight, or the
-doomed slots of blocks that are gone while somebody may still touch them. The steps here keep that true.
+Every slot in use belongs to exactly one of: a ticket, a staged block, a block of an extent, a read in flight, the
+doomed slots of blocks that are gone while somebody may still touch them, or a wipe. The steps here keep that true.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tierkv.core.counters import Counters
 from tierkv.core.extent import Doomed, Extent
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, TicketState
-from tierkv.core.instructions import AnyInstruction
+from tierkv.core.instructions import AnyInstruction, OpenNamespace
 from tierkv.core.keys import TOKEN_BYTES
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
@@ -22,6 +22,9 @@ from tierkv.core.slabs import PAGE_BYTES, SlabPool
 from tierkv.core.value import EvictionOrder, LeastRecentlyUsed, Rank
 
 Effect = AnyInstruction | Notice
+
+SLOTS_OF_A_WIPE = 4_096
+BYTES_OF_A_WIPE = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class Group:
     blocks: int = 0
     host_slots: int = 0
     nvme_bytes: int = 0
+    wants_folder: bool = False  # its identity is to lie on disk
     last_used: float = 0.0
 
     def file_bytes(self, num_blocks: int) -> int:
@@ -86,6 +90,28 @@ class StagedBlock:
     since: float
 
 
+@dataclass(slots=True, eq=False)
+class Wipe:
+    """Memory that is being zeroed: slots, and ranges that belong to none."""
+
+    slots: list[int]
+    ranges: list[tuple[int, int]]  # (offset, bytes)
+    tails: list[tuple[int, int]]  # those of them that belong to no slot
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.ranges)
+
+
+def open_namespace(group: Group) -> OpenNamespace:
+    return OpenNamespace(
+        group=group.spec.group,
+        identity=group.spec.identity,
+        model_name=group.spec.model_name,
+        manifest=group.spec.manifest,
+    )
+
+
 class Ledger:
     def __init__(self, limits: Limits, generations: MutableSequence[int]) -> None:
         self.limits = limits
@@ -108,6 +134,10 @@ class Ledger:
         self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
         self.nvme_order: EvictionOrder = LeastRecentlyUsed()
         self.doomed_bytes = 0
+        self.wipes: deque[Wipe] = deque()  # to be asked for
+        self.wiping_bytes = 0  # of those, and of those that were asked for
+        self.has_let_go = False  # something purged was, since somebody looked
+        self.earlier_bytes = 0  # of earlier fronts' arenas that engines still have mapped
         self.counts = Counters()
         self.effects: deque[Effect] = deque()
         self.is_closing = False
@@ -126,6 +156,12 @@ class Ledger:
             persistent=spec.persistent and spec.identity.is_persistent,
         )
         return group
+
+    def declare(self, group: Group) -> None:
+        """Have the worker write down the group's identity, before its first file."""
+        if not group.wants_folder:
+            group.wants_folder = True
+            self.effects.append(open_namespace(group))
 
     def host_order(self, slot_bytes: int) -> EvictionOrder:
         order = self.host_orders.get(slot_bytes)
@@ -226,7 +262,7 @@ class Ledger:
             extent.doomed.append(Doomed(slots, waits_for))
             self.doomed_bytes += len(slots) * self.group_of(extent).slot_bytes
         else:
-            self.pool.release(slots)
+            self.release(slots, self.group_of(extent).slot_bytes, wipe=extent.purged)
         self._host_changed(extent, before, -len(slots))
 
     def _leave_home(self, extent: Extent, base: int, count: int) -> None:
@@ -255,7 +291,7 @@ class Ledger:
         for doomed in extent.doomed:
             doomed.waits_for.discard(who)
             if not doomed.waits_for:
-                self.pool.release(doomed.slots)
+                self.release(doomed.slots, self.group_of(extent).slot_bytes, wipe=extent.purged)
                 self.doomed_bytes -= len(doomed.slots) * self.group_of(extent).slot_bytes
         extent.doomed = [doomed for doomed in extent.doomed if doomed.waits_for]
         self.reconsider(extent)
@@ -331,6 +367,34 @@ class Ledger:
             del self.staged_children[block.parent]
         return block
 
-    def drop_staged(self, key: bytes) -> None:
-        self.pool.release(list(self.unstage(key).slots.values()))
-        self.counts.stale_staged_blocks += 1
+    def drop_staged(self, key: bytes, *, wipe: bool = False) -> None:
+        block = self.unstage(key)
+        self.release(list(block.slots.values()), self.groups[block.group].slot_bytes, wipe=wipe)
+        self.counts.stale_staged_blocks += not wipe
+
+    # ---- memory that is wiped before anybody else gets it
+
+    def release(self, slots: list[int], slot_bytes: int, *, wipe: bool) -> None:
+        """Give slots up. With `wipe` they stay in use until they are zeroed; a late reader can tell from now on."""
+        if not wipe:
+            self.pool.release(slots)
+            return
+        self.has_let_go = True
+        self.pool.retire(slots)
+        self._wipe(slots, slot_bytes)
+
+    def wipe_free(self) -> None:
+        """Have all free memory zeroed that was in use before: what was evicted from it is still in it."""
+        for slot_bytes, slots in self.pool.take_free():
+            self._wipe(slots, slot_bytes)
+        tails = self.pool.pin_tails()
+        if tails:
+            self.wipes.append(Wipe([], tails, tails))
+            self.wiping_bytes += self.wipes[-1].num_bytes
+
+    def _wipe(self, slots: list[int], slot_bytes: int) -> None:
+        step = max(1, min(SLOTS_OF_A_WIPE, BYTES_OF_A_WIPE // slot_bytes))
+        for start in range(0, len(slots), step):
+            piece = slots[start : start + step]
+            self.wipes.append(Wipe(piece, [(slot, slot_bytes) for slot in piece], []))
+            self.wiping_bytes += self.wipes[-1].num_bytes

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     GRANT_ENDED = "grant_ended"
     SESSION_GONE = "session_gone"
     REVOKED = "revoked"
+    PURGED = "purged"  # an operator had it removed
     STALE = "stale"  # staged too long without its predecessor or its other ranks
     BUDGET = "budget"  # of a warm-up
     # the node

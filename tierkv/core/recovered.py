@@ -27,9 +27,10 @@ class RecoveredRows:
 
     def group_found(self, report: GroupFound) -> None:
         if report.group not in self._ledger.groups:
-            self._ledger.add_group(
+            group = self._ledger.add_group(
                 GroupSpec(group=report.group, identity=report.identity, model_name=report.model_name)
             )
+            group.wants_folder = True
 
     def rows(self, report: Rows, now: float) -> None:
         group = self._ledger.groups.get(report.group)

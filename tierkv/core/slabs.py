@@ -19,13 +19,14 @@ PAGE_BYTES = 4096
 
 
 class _Slab:
-    __slots__ = ("base", "free", "slot_bytes", "used")
+    __slots__ = ("base", "free", "pinned", "slot_bytes", "used")
 
     def __init__(self, base: int, slab_bytes: int, slot_bytes: int) -> None:
         self.base = base
         self.slot_bytes = slot_bytes
         self.free = [base + index * slot_bytes for index in range(slab_bytes // slot_bytes)]  # sorted
         self.used: set[int] = set()
+        self.pinned = False  # stays with its size although it may be empty
 
 
 class SlabPool:
@@ -43,6 +44,7 @@ class SlabPool:
         count = capacity_bytes // self.slab_bytes if self.slab_bytes else 0
         self._unassigned = [index * self.slab_bytes for index in range(count)]
         self._slabs: dict[int, _Slab] = {}  # base -> slab
+        self._touched: set[int] = set()  # bases of slabs that were ever handed out
         self._open: dict[int, list[int]] = {}  # slot size -> heap of bases with (perhaps) a free slot
         self._free_slots: dict[int, int] = {}
         self.used_bytes = 0
@@ -95,10 +97,55 @@ class SlabPool:
                 slab.free.sort()
             self._free_slots[slab.slot_bytes] += len(inside)
             self.used_bytes -= len(inside) * slab.slot_bytes
-            if not slab.used:
+            if not slab.used and not slab.pinned:
                 self._give_back(slab)
             elif was_full:
                 heapq.heappush(self._open[slab.slot_bytes], base)
+
+    def retire(self, slots: list[int]) -> None:
+        """Move the generations of slots that stay in use for now: their content is about to be overwritten."""
+        for slot in slots:
+            self._generations[slot // self.page_bytes] += 1
+
+    def take_free(self) -> list[tuple[int, list[int]]]:
+        """(slot size, slots) of all free memory that may hold something from before; from now on in use. A slab that no
+        size has at the time is one slot."""
+        taken = []
+        for slab in self._slabs.values():
+            if slab.free:
+                taken.append((slab.slot_bytes, self._use_all(slab)))
+        for base in [base for base in self._unassigned if base in self._touched]:
+            slab = self._slabs[base] = _Slab(base, self.slab_bytes, self.slab_bytes)
+            self._free_slots[self.slab_bytes] = self._free_slots.get(self.slab_bytes, 0) + 1
+            taken.append((self.slab_bytes, self._use_all(slab)))
+        self._unassigned = [base for base in self._unassigned if base not in self._slabs]
+        heapq.heapify(self._unassigned)
+        return taken
+
+    def _use_all(self, slab: _Slab) -> list[int]:
+        slots, slab.free = slab.free, []
+        slab.used.update(slots)
+        self._free_slots[slab.slot_bytes] -= len(slots)
+        self.used_bytes += len(slots) * slab.slot_bytes
+        return slots
+
+    def pin_tails(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of what lies behind the last slot of each slab: of no slot now, perhaps of one before. The
+        slabs stay with their size until `unpin_tails`."""
+        tails = []
+        for slab in self._slabs.values():
+            rest = self.slab_bytes % slab.slot_bytes
+            if rest and not slab.pinned:
+                slab.pinned = True
+                tails.append((slab.base + self.slab_bytes - rest, rest))
+        return tails
+
+    def unpin_tails(self, tails: list[tuple[int, int]]) -> None:
+        for offset, _ in tails:
+            slab = self._slabs[offset // self.slab_bytes * self.slab_bytes]
+            slab.pinned = False
+            if not slab.used:
+                self._give_back(slab)
 
     def by_slab(self, slots: list[int]) -> Iterator[tuple[int, list[int]]]:
         """(base of a slab, slots in it), for stretches of `slots` that lie in one."""
@@ -146,6 +193,7 @@ class SlabPool:
             return None
         slab = _Slab(heapq.heappop(self._unassigned), self.slab_bytes, slot_bytes)
         self._slabs[slab.base] = slab
+        self._touched.add(slab.base)
         self._free_slots[slot_bytes] = self._free_slots.get(slot_bytes, 0) + len(slab.free)
         heapq.heappush(bases, slab.base)
         return slab

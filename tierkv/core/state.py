@@ -30,8 +30,10 @@ from tierkv.core.grants import (
 from tierkv.core.instructions import (
     AnyReport,
     GroupFound,
-    OpenNamespace,
     OpFailed,
+    PurgeRecorded,
+    PurgeResumed,
+    PurgeSwept,
     ReadDone,
     Recovered,
     RemoveDone,
@@ -41,10 +43,13 @@ from tierkv.core.instructions import (
     Touch,
     TouchRow,
     WriteDone,
+    Zeroed,
 )
 from tierkv.core.keys import NO_EXTRAS
 from tierkv.core.leases import Leases
-from tierkv.core.ledger import Effect, Group, Ledger, Limits, SessionState
+from tierkv.core.ledger import Effect, Ledger, Limits, SessionState, open_namespace
+from tierkv.core.purge_scope import NotOne, What
+from tierkv.core.purges import Purges, PurgeState
 from tierkv.core.reasons import Reason
 from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import NvmeState
@@ -52,6 +57,7 @@ from tierkv.core.seals import Seals
 from tierkv.core.tickets import Tickets
 from tierkv.core.usage import GroupUsage, TierBytes, group_usage, tier_bytes
 from tierkv.core.warmup import WarmupState
+from tierkv.core.wiping import Wiping
 
 __all__ = ["CacheState", "Limits"]
 
@@ -68,6 +74,8 @@ class CacheState:
         self._leases = Leases(self._ledger, self._cascade)
         self._tickets = Tickets(self._ledger, self._cascade)
         self._seals = Seals(self._ledger, self._cascade)
+        self._wiping = Wiping(self._ledger)
+        self._purges = Purges(self._ledger, self._cascade, self._leases, self._tickets)
         self._warmups: dict[bytes, warmup.WarmupJob] = {}
         self._touch_due = 0.0
 
@@ -81,8 +89,10 @@ class CacheState:
         else:
             group.spec = spec
             group.persistent = group.persistent and spec.persistent
-        if group.persistent and self._ledger.has_nvme and self._cascade.is_worker_up:
-            self._ledger.effects.append(_open_namespace(group))
+        if group.persistent and self._ledger.has_nvme and not self._purges.covers(group):
+            group.wants_folder = True
+            if self._cascade.is_worker_up:
+                self._ledger.effects.append(open_namespace(group))
         return self._effects()
 
     def open_session(self, session: bytes, now: float) -> None:
@@ -260,6 +270,14 @@ class CacheState:
             case Rows():
                 if self._recovery is not None:
                     self._recovery.rows(report, now)
+            case PurgeRecorded():
+                self._purges.recorded(report)
+            case PurgeSwept():
+                self._purges.swept(report, now)
+            case PurgeResumed():
+                self._purges.resumed(report, now)
+            case Zeroed():
+                self._wiping.zeroed(report)
             case Recovered():
                 if self._recovery is not None:
                     self._recovery.finish(saw_all=not report.unreadable)
@@ -277,21 +295,28 @@ class CacheState:
 
     def worker_started(self, now: float) -> list[Effect]:
         for group in self._ledger.groups.values():
-            if group.persistent:
-                self._ledger.effects.append(_open_namespace(group))
+            if group.persistent and group.wants_folder:
+                self._ledger.effects.append(open_namespace(group))
         if self._recovery is not None:
             self._recovery.begin_again()
+        self._purges.worker_started()
         self._cascade.worker_started(now)
+        self._wiping.worker_started()
         return self._effects_after(now)
 
     def worker_died(self, now: float) -> list[Effect]:
         """Proven by waitpid: it touches no slot and no file any more."""
         self._cascade.worker_died(now)
+        self._wiping.worker_died()
+        self._purges.worker_died()
         return self._effects_after(now)
 
-    def host_limit(self, num_bytes: int, now: float) -> list[Effect]:
-        """How much of the arena may be in use; grows when an old incarnation's arena is gone."""
+    def host_limit(self, num_bytes: int, now: float, *, earlier_bytes: int = 0) -> list[Effect]:
+        """How much of the arena may be in use; grows when an old incarnation's arena is gone. `earlier_bytes` of those
+        are still mapped by engines."""
         self._ledger.pool.limit_bytes = num_bytes
+        self._ledger.earlier_bytes = earlier_bytes
+        self._ledger.has_let_go = True
         self._ledger.host_limit_since = now
         return self._effects_after(now)
 
@@ -316,6 +341,19 @@ class CacheState:
     def cancel_warmup(self, job: bytes, now: float) -> list[Effect]:
         self._warmups.pop(job, None)
         return self._effects_after(now)
+
+    def start_purge(self, purge: bytes, what: What, now: float) -> tuple[PurgeState | NotOne, list[Effect]]:
+        """Make all of `what` unreachable, at once in memory, and have its bytes removed from every tier. Asking again
+        by the same id starts nothing new."""
+        answer = self._purges.start(purge, what, now)
+        return answer, self._effects_after(now)
+
+    def preview_purge(self, what: What, now: float) -> PurgeState | NotOne:
+        """What `start_purge` would find; changes nothing."""
+        return self._purges.preview(what, now)
+
+    def purge_progress(self, purge: bytes) -> PurgeState | None:
+        return self._purges.progress(purge)
 
     def begin_shutdown(self, now: float) -> list[Effect]:
         """Nothing new is granted; everything that grows is sealed, parents first, and goes to NVMe."""
@@ -374,12 +412,13 @@ class CacheState:
 
     def check(self) -> None:
         """Every promise about ownership and sums. Raises BrokenInvariant."""
-        audit.check(self._ledger, self._cascade)
+        audit.check(self._ledger, self._cascade, self._wiping)
 
     # ---- time
 
     def tick(self, now: float) -> list[Effect]:
         self._cascade.retry(now)
+        self._purges.retry(now)
         self._leases.settle_due(now)
         self._seals.seal_idle(now)
         self._tickets.drop_stale(now)
@@ -398,9 +437,7 @@ class CacheState:
             times.append(next(iter(ledger.staged.values())).since + self.limits.staged_seconds)
         if ledger.touched and self._cascade.is_worker_up:
             times.append(self._touch_due)
-        retry = self._cascade.next_retry()
-        if retry is not None:
-            times.append(retry)
+        times += [due for due in (self._cascade.next_retry(), self._purges.next_retry()) if due is not None]
         return min(times, default=None)
 
     # ---- what is due after an event
@@ -428,6 +465,7 @@ class CacheState:
         while cascade.progressed:
             changed = set(cascade.progressed)
             cascade.progressed.clear()
+            self._purges.settle_changed(changed, now)
             self._leases.settle_changed(changed, now)
             cascade.read_problems.clear()
             self._seals.settle(now)
@@ -435,18 +473,11 @@ class CacheState:
         for job in self._warmups.values():
             if not job.finished:
                 warmup.advance(job, self._ledger, cascade, now)
+        self._wiping.ask()
+        self._purges.settle(now)
         return self._effects()
 
     def _effects(self) -> list[Effect]:
         effects = list(self._ledger.effects)
         self._ledger.effects.clear()
         return effects
-
-
-def _open_namespace(group: Group) -> OpenNamespace:
-    return OpenNamespace(
-        group=group.spec.group,
-        identity=group.spec.identity,
-        model_name=group.spec.model_name,
-        manifest=group.spec.manifest,
-    )

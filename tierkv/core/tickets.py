@@ -138,6 +138,10 @@ class Tickets:
         ticket = ledger.tickets.get(grant)
         if ticket is None:
             return ledger.ended.get(grant) or Refused(Reason.GRANT_ENDED)
+        if ticket.purged:
+            ledger.counts.aborted_tickets[Reason.PURGED] += 1
+            self._end_ticket(grant, Refused(Reason.PURGED))
+            return Refused(Reason.PURGED)
         self._forget_ticket(ticket)
         self._publisher.publish(ticket, now)
         if ledger.is_closing:
@@ -147,6 +151,13 @@ class Tickets:
         answer = Committed(visible, len(ticket.blocks) - visible)
         ledger.ended.remember(grant, answer)
         return answer
+
+    def purge(self, ticket: TicketState) -> None:
+        """What was reserved before a purge is not published after it. The slots stay the holder's, who may be writing;
+        others may store the same blocks again."""
+        if not ticket.purged:
+            self._end_writing(ticket)
+            ticket.purged = True
 
     def abort(self, grant: bytes, reason: Reason) -> None:
         """No copy into the slots is running or will start: nothing is published, the slots are free."""
@@ -211,11 +222,8 @@ class Tickets:
         """Take a ticket off the books, all but its slots."""
         ledger = self._ledger
         del ledger.tickets[ticket.grant]
-        writing = ledger.writing[ticket.rank]
-        for key in ticket.block_keys:
-            del writing[key]
-        if not writing:
-            del ledger.writing[ticket.rank]
+        if not ticket.purged:
+            self._end_writing(ticket)
         holder = ledger.sessions.get(ticket.holder)
         if holder is not None:
             holder.held_bytes -= len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes
@@ -223,7 +231,15 @@ class Tickets:
             ledger.unhold(extent, ticket.grant)
 
     def _end_ticket(self, grant: bytes, answer: Refused) -> None:
-        ticket = self._ledger.tickets[grant]
+        ledger = self._ledger
+        ticket = ledger.tickets[grant]
         self._forget_ticket(ticket)
-        self._ledger.pool.release(ticket.offsets)
-        self._ledger.ended.remember(grant, answer)
+        ledger.release(ticket.offsets, ledger.groups[ticket.group].slot_bytes, wipe=ticket.purged)
+        ledger.ended.remember(grant, answer)
+
+    def _end_writing(self, ticket: TicketState) -> None:
+        writing = self._ledger.writing[ticket.rank]
+        for key in ticket.block_keys:
+            del writing[key]
+        if not writing:
+            del self._ledger.writing[ticket.rank]

@@ -78,7 +78,7 @@ def plan(ledger: Ledger, budget_bytes: int, fingerprint: str) -> WarmupJob:
 def advance(job: WarmupJob, ledger: Ledger, cascade: Cascade, now: float) -> None:
     """Take note of finished reads and ask for the next ones."""
     for extent, before in list(job.running.items()):
-        if any(cascade.is_reading(extent, rank) for rank in range(ledger.group_of(extent).ranks)):
+        if any(cascade.is_reading(extent, rank) for rank in range(len(extent.slots))):
             continue
         del job.running[extent]
         job.done += 1
@@ -92,11 +92,11 @@ def advance(job: WarmupJob, ledger: Ledger, cascade: Cascade, now: float) -> Non
 
 def _start(job: WarmupJob, extent: Extent, ledger: Ledger, cascade: Cascade, now: float) -> bool:
     """False: not now. `job.reason` says so when it is not later either."""
-    group = ledger.group_of(extent)
-    if not extent.in_tree or extent.nvme is not NvmeState.PRESENT:
+    if not extent.in_tree or extent.nvme is not NvmeState.PRESENT:  # its group may not even be known any more
         job.todo.popleft()
         job.done += 1
         return True
+    group = ledger.group_of(extent)
     missing = sum(extent.num_blocks - len(slots) for slots in extent.slots)
     size = extent.num_blocks * group.ranks * group.slot_bytes
     if missing and job.planned_bytes + size > job.budget_bytes:
@@ -121,7 +121,7 @@ def _start(job: WarmupJob, extent: Extent, ledger: Ledger, cascade: Cascade, now
 
 
 def _host_bytes(ledger: Ledger, extent: Extent) -> int:
-    return sum(map(len, extent.slots)) * ledger.group_of(extent).slot_bytes
+    return sum(map(len, extent.slots)) * ledger.group_of(extent).slot_bytes if extent.in_tree else 0
 
 
 def _path_to_root(extent: Extent) -> list[Extent]:

@@ -145,6 +145,16 @@ METRICS: tuple[Declared, ...] = (
         "dropped_writes_total", "counter", "extents", ("reason",), "Extents that will not be written to NVMe.",
         _by(lambda s: s.core.dropped_writes),
     ),
+    # ---- purging
+    Declared("purges_total", "counter", "", (), "Purges that operators asked for.", _one(lambda s: s.core.purges)),
+    Declared(
+        "purged_blocks_total", "counter", "blocks", (), "Blocks made unreachable by them.",
+        _one(lambda s: s.core.purged_blocks),
+    ),
+    Declared(
+        "wiped_bytes_total", "counter", "bytes", (), "Host memory zeroed because of them.",
+        _one(lambda s: s.core.wiped_bytes),
+    ),
     # ---- tiers
     Declared(
         "capacity_bytes", "gauge", "bytes", ("tier",), "What it may hold; used + reserved + overhead is never more.",

@@ -1,0 +1,353 @@
+"""Purges: what an operator wants gone is unreachable at once, and gone as soon as nobody holds it any more.
+
+    start     out of the tree, staged blocks dropped, open tickets refused at their commit  |  recorded on disk
+    sweep     once no write or read of it is running: files, quarantine, temp files, index  |  reported: unreachable
+    gone      once its leases and tickets have ended, and all memory that held it is zeroed
+
+Until the sweep is reported nothing of the groups in scope is written, so that a sweep takes nothing that was stored
+since. On a node without an NVMe tier there is nothing to sweep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from tierkv.core.cascade import Cascade
+from tierkv.core.extent import Extent
+from tierkv.core.grants import GroupSpec
+from tierkv.core.instructions import (
+    PurgeAbout,
+    PurgeRecorded,
+    PurgeResumed,
+    PurgeScope,
+    PurgeSwept,
+    RecordPurge,
+    SweepPurge,
+    Swept,
+)
+from tierkv.core.leases import Leases
+from tierkv.core.ledger import Group, Ledger
+from tierkv.core.purge_scope import Members, NotOne, What, find_members, is_in, is_wholly_in
+from tierkv.core.reasons import Reason
+from tierkv.core.tickets import Tickets
+
+__all__ = ["NotOne", "PurgePhase", "PurgeState", "PurgedGroup", "Purges", "What"]
+
+MAX_REMEMBERED = 64
+"""Purges that are over, whose receipt can still be had."""
+
+
+class PurgePhase(StrEnum):
+    PREVIEW = "preview"
+    REMOVING = "removing"
+    UNREACHABLE = "unreachable"  # in every tier, and across a power loss; some of its bytes are still held
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedGroup:
+    """What one group had when the purge was asked for."""
+
+    spec: GroupSpec
+    extents: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeState:
+    """A receipt: bytes by where they were, times of the node, 0 for not yet. Tickets and leases are those that still
+    hold some of it. `reason` is why it does not get on."""
+
+    phase: PurgePhase
+    about: PurgeAbout
+    swept: Swept
+    groups: tuple[PurgedGroup, ...]
+    recorded: bool
+    leases: int
+    tickets: int
+    held_bytes: int
+    wiping_bytes: int
+    earlier_bytes: int
+    unreachable: float
+    gone: float
+    reason: Reason | None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    purge: bytes
+    about: PurgeAbout
+    scope: PurgeScope
+    groups: tuple[PurgedGroup, ...] = ()
+    files: list[Extent] = field(default_factory=list)  # left to the sweep
+    busy: dict[Extent, None] = field(default_factory=dict)  # being written, read or removed one by one
+    held: dict[Extent, None] = field(default_factory=dict)  # with slots that somebody may still touch
+    tickets: dict[bytes, None] = field(default_factory=dict)
+    swept: Swept = field(default_factory=Swept)
+    recorded: bool = False
+    is_sweeping: bool = False
+    retry_at: float | None = None
+    reason: Reason | None = None
+    unreachable: float = 0.0
+    gone: float = 0.0
+
+
+class Purges:
+    def __init__(self, ledger: Ledger, cascade: Cascade, leases: Leases, tickets: Tickets) -> None:
+        self._ledger = ledger
+        self._cascade = cascade
+        self._leases = leases
+        self._tickets = tickets
+        self._jobs: dict[bytes, _Job] = {}
+        self._unswept: dict[bytes, _Job] = {}  # of those, what is still to be removed from disk
+        cascade.held_back = lambda extent: self.covers(ledger.group_of(extent))
+
+    # ---- from the asking on
+
+    def start(self, purge: bytes, what: What, now: float) -> PurgeState | NotOne:
+        known = self._jobs.get(purge)
+        if known is not None:
+            return self._state(known)
+        members = self._find(what)
+        if isinstance(members, NotOne):
+            return members
+        job = self._jobs[purge] = _Job(purge, self._count(members, now), members.scope, _groups_of(members))
+        self._forget_oldest()
+        self._ledger.counts.purges += 1
+        self._ledger.counts.purged_blocks += job.about.blocks
+        if self._ledger.has_nvme and self._cascade.is_worker_up:
+            self._ledger.effects.append(RecordPurge(purge, job.scope, job.about))
+        self._remove(job, members, now)
+        self.settle(now)
+        return self._state(job)
+
+    def preview(self, what: What, now: float) -> PurgeState | NotOne:
+        members = self._find(what)
+        if isinstance(members, NotOne):
+            return members
+        job = _Job(b"", self._count(members, now), members.scope, _groups_of(members))
+        job.held = dict.fromkeys(extent for extent in members.extents if extent.holds)
+        job.tickets = dict.fromkeys(ticket.grant for ticket in members.tickets)
+        return replace(self._state(job), phase=PurgePhase.PREVIEW)
+
+    def progress(self, purge: bytes) -> PurgeState | None:
+        job = self._jobs.get(purge)
+        return None if job is None else self._state(job)
+
+    def covers(self, group: Group) -> bool:
+        """Something of the group is being removed from disk: nothing of it is written for now."""
+        return any(is_in(job.scope, group) for job in self._unswept.values())
+
+    def _find(self, what: What) -> Members | NotOne:
+        ledger = self._ledger
+        known = dict.fromkeys([*ledger.tree, *self._cascade.extents_in_operations()])
+        for ticket in ledger.tickets.values():
+            known.update(dict.fromkeys(ticket.path))
+        for lease in ledger.leases.values():
+            known.update(dict.fromkeys(segment.extent for segment in lease.path))
+        return find_members(ledger, what, known)
+
+    def _count(self, members: Members, now: float) -> PurgeAbout:
+        """Before anything is removed."""
+        ledger = self._ledger
+        host = blocks = tokens = nvme = extents = 0
+        for extent in members.extents:
+            group = ledger.group_of(extent)
+            host += sum(map(len, extent.slots)) * group.slot_bytes
+            host += sum(len(doomed.slots) for doomed in extent.doomed) * group.slot_bytes
+            blocks += extent.num_blocks
+            tokens += extent.num_blocks * group.block_tokens
+            nvme += extent.nvme_bytes
+            extents += extent.in_tree
+        for block in members.staged:
+            group = ledger.groups[block.group]
+            host += len(block.slots) * group.slot_bytes
+            blocks += 1
+            tokens += group.block_tokens
+        host += sum(len(t.offsets) * ledger.groups[t.group].slot_bytes for t in members.tickets if not t.purged)
+        return PurgeAbout(now, extents, blocks, tokens, host, nvme)
+
+    def _remove(self, job: _Job, members: Members, now: float) -> None:
+        cascade, ledger = self._cascade, self._ledger
+        if ledger.has_nvme:
+            self._unswept[job.purge] = job
+        for ticket in members.tickets:
+            self._tickets.purge(ticket)
+            job.tickets[ticket.grant] = None
+        for block in members.staged:
+            ledger.drop_staged(block.key, wipe=True)
+        for extent in members.extents:
+            cascade.purge(extent, now)
+        self._leases.purge_waiting()
+        ledger.wipe_free()
+        for extent in members.extents:
+            if not cascade.is_at_rest(extent):
+                job.busy[extent] = None
+            if extent.doomed:
+                job.held[extent] = None
+        job.files = [extent for extent in members.extents if cascade.is_to_sweep(extent)]
+        if not ledger.has_nvme:
+            job.unreachable = now
+        for group in members.groups:
+            if is_wholly_in(job.scope, group):
+                group.wants_folder = False
+        ledger.has_let_go = True
+
+    # ---- what happens meanwhile
+
+    def settle_changed(self, changed: set[Extent], now: float) -> None:
+        """Operations on some extents have ended."""
+        for job in self._unswept.values():
+            for extent in changed & job.busy.keys():
+                if self._cascade.is_at_rest(extent):
+                    del job.busy[extent]
+        self._sweep_what_can_be(now)
+
+    def settle(self, now: float) -> None:
+        """Take note of what was let go."""
+        self._sweep_what_can_be(now)
+        ledger = self._ledger
+        if not ledger.has_let_go:
+            return
+        ledger.has_let_go = False
+        for job in self._jobs.values():
+            if job.gone:
+                continue
+            job.held = {extent: None for extent in job.held if extent.doomed}
+            job.tickets = {grant: None for grant in job.tickets if grant in ledger.tickets}
+            if job.unreachable and not (job.held or job.tickets or ledger.wiping_bytes or ledger.earlier_bytes):
+                job.gone = now
+                self._forget_groups(job)
+
+    def _forget_groups(self, job: _Job) -> None:
+        """Groups of which nothing is left and that nobody has open: not even their salt is kept."""
+        ledger = self._ledger
+        needed = {group for session in ledger.sessions.values() for group in session.groups}
+        needed.update(extent.group for extent in self._cascade.extents_in_operations())
+        needed.update(ticket.group for ticket in ledger.tickets.values())
+        needed.update(lease.group for lease in ledger.leases.values())
+        needed.update(block.group for block in ledger.staged.values())
+        for key, group in list(ledger.groups.items()):
+            if is_wholly_in(job.scope, group) and key not in needed and not group.extents:
+                del ledger.groups[key]
+
+    def _sweep_what_can_be(self, now: float) -> None:
+        for job in self._unswept.values():
+            is_due = job.retry_at is None or job.retry_at <= now
+            if is_due and not (job.is_sweeping or job.busy) and self._cascade.is_worker_up and self._cascade.is_open:
+                job.is_sweeping, job.retry_at = True, None
+                self._ledger.effects.append(SweepPurge(job.purge))
+
+    def recorded(self, report: PurgeRecorded) -> None:
+        job = self._unswept.get(report.purge)
+        if job is not None:
+            job.recorded = report.reason is None
+            job.reason = report.reason
+
+    def swept(self, report: PurgeSwept, now: float) -> None:
+        job = self._unswept.get(report.purge)
+        if job is None or not job.is_sweeping:
+            return  # of a worker that died before its report was read: it is swept again
+        job.swept = add_swept(job.swept, report.swept)
+        job.is_sweeping, job.reason = False, report.reason
+        if report.reason is not None:
+            job.retry_at = now + self._ledger.limits.retry_seconds
+            return
+        self._finish_sweep(job, now)
+
+    def _finish_sweep(self, job: _Job, now: float) -> None:
+        del self._unswept[job.purge]
+        job.unreachable = now
+        files, job.files = job.files, []
+        self._cascade.swept(files, now)
+        self._ledger.has_let_go = True
+        self._cascade.pump(now)
+
+    def resumed(self, report: PurgeResumed, now: float) -> None:
+        """Swept by recovery, or to be swept again."""
+        job = self._jobs[report.purge] = _Job(
+            report.purge, report.about, report.scope, swept=report.swept, recorded=True, reason=report.reason
+        )
+        self._ledger.has_let_go = True
+        if report.reason is None:
+            job.unreachable = now
+        else:
+            self._unswept[report.purge] = job
+            job.retry_at = now + self._ledger.limits.retry_seconds
+
+    def retry(self, now: float) -> None:
+        self._sweep_what_can_be(now)
+
+    def next_retry(self) -> float | None:
+        waiting = self._unswept.values() if self._cascade.is_worker_up and self._cascade.is_open else ()
+        return min((job.retry_at for job in waiting if job.retry_at is not None and not job.busy), default=None)
+
+    # ---- the worker's life
+
+    def worker_died(self) -> None:
+        for job in self._unswept.values():
+            job.is_sweeping = False
+            job.busy = {extent: None for extent in job.busy if not self._cascade.is_at_rest(extent)}
+
+    def worker_started(self) -> None:
+        """Told before anything else: what goes is written down first."""
+        for job in self._unswept.values():
+            self._ledger.effects.append(RecordPurge(job.purge, job.scope, job.about))
+
+    # ---- receipts
+
+    def _state(self, job: _Job) -> PurgeState:
+        ledger = self._ledger
+        leases = {who for extent in job.held for who in extent.holds if who in ledger.leases}
+        held = sum(len(d.slots) * ledger.group_of(e).slot_bytes for e in job.held for d in e.doomed)
+        tickets = [ledger.tickets[grant] for grant in job.tickets if grant in ledger.tickets]
+        held += sum(len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes for ticket in tickets)
+        phase = PurgePhase.GONE if job.gone else PurgePhase.UNREACHABLE if job.unreachable else PurgePhase.REMOVING
+        stuck = next((e.why_dropped for e in job.busy if not (e.ops or e.reading)), None)  # its removal is tried again
+        return PurgeState(
+            phase=phase,
+            about=job.about,
+            swept=job.swept,
+            groups=job.groups,
+            recorded=job.recorded,
+            leases=len(leases),
+            tickets=len(tickets),
+            held_bytes=held,
+            wiping_bytes=0 if job.gone else ledger.wiping_bytes,
+            earlier_bytes=0 if job.gone else ledger.earlier_bytes,
+            unreachable=job.unreachable,
+            gone=job.gone,
+            reason=job.reason or stuck,
+        )
+
+    def _forget_oldest(self) -> None:
+        over = [purge for purge, job in self._jobs.items() if job.gone]
+        for purge in over[: max(0, len(self._jobs) - MAX_REMEMBERED)]:
+            del self._jobs[purge]
+
+
+def add_swept(one: Swept, other: Swept) -> Swept:
+    """What both removed; what is left is as the later one found it."""
+    return Swept(
+        files=one.files + other.files,
+        file_bytes=one.file_bytes + other.file_bytes,
+        quarantined_files=one.quarantined_files + other.quarantined_files,
+        quarantined_bytes=one.quarantined_bytes + other.quarantined_bytes,
+        temp_files=one.temp_files + other.temp_files,
+        temp_bytes=one.temp_bytes + other.temp_bytes,
+        index_rows=one.index_rows + other.index_rows,
+        left_files=other.left_files,
+        unknown_groups=other.unknown_groups,
+    )
+
+
+def _groups_of(members: Members) -> tuple[PurgedGroup, ...]:
+    extents: dict[bytes, list[Extent]] = {}
+    for extent in members.extents:
+        extents.setdefault(extent.group, []).append(extent)
+    return tuple(
+        PurgedGroup(group.spec, len(mine), sum(extent.num_blocks for extent in mine))
+        for group in members.groups
+        for mine in (extents.get(group.spec.group, []),)
+    )
