@@ -186,15 +186,25 @@ class StampedNode:
         for reply in self.kit.take_replies():
             self.answers.setdefault(reply.id, []).append(reply)
 
-    def acquire(self, prompt: Prompt, grant: bytes, *, holder: bytes = HOLDER, seconds: float = 5.0) -> int:
+    def acquire(
+        self,
+        prompt: Prompt,
+        grant: bytes,
+        *,
+        holder: bytes = HOLDER,
+        seconds: float = 5.0,
+        ranks: int = 1,
+        revocable: bool = False,
+    ) -> int:
         return self.send(
             Acquire,
             ASKER,
             grant=grant,
             group=prompt.group,
             keys=prompt.keys,
-            holders=(Holder(0, holder),),
+            holders=tuple(Holder(rank, holder) for rank in range(ranks)),
             deadline_ms=int(seconds * 1000),
+            revocable=revocable,
         )
 
     def reserve(

@@ -80,7 +80,7 @@ class Cascade:
         self.is_worker_up = False
         self.is_open = False  # recovery is over
         self.progressed: list[Extent] = []  # extents whose file or host copies changed: leases and seals may be due
-        self.read_problems: dict[Extent, Reason] = {}
+        self.read_problems: dict[Extent, Reason] = {}  # of those in `progressed`: why less is read than was wanted
 
     # ---- room in host memory
 
@@ -463,6 +463,7 @@ class Cascade:
         extent.move(NvmeEvent.LOST)
         self._issue_removes(extent, Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else None)
         self.cut_safely(extent, extent.host_blocks, now)
+        self.read_problems.setdefault(extent, reason)
         self._mark_unwritten(extent, at_once=True)
         self._neighbours_changed(extent)
 
@@ -485,6 +486,7 @@ class Cascade:
                 self._drop_queued(extent, reason, now)
         if extent.in_tree:
             self.cut_safely(extent, min(num_blocks, extent.num_blocks), now)
+        self.read_problems.setdefault(extent, reason)
         self._neighbours_changed(extent)
 
     # ---- purging

@@ -211,6 +211,7 @@ class LeaseState:
     revocable: bool
     granted_at: float = 0.0
     shortened: Reason | None = None
+    problem: Reason | None = None  # the first that a read for it met: another rank's read may still be under way then
     answer: Lease | None = None  # None while promotions run
 
     def is_asked_by(self, session: bytes, group: bytes, keys: bytes) -> bool:

@@ -166,12 +166,12 @@ class Leases:
     def _settle(self, lease: LeaseState, now: float) -> None:
         """Grant a waiting lease if all it waits for is there, can't come, or is too late."""
         wanted = path_blocks(lease.path)
+        lease.problem = lease.problem or self._read_problem(lease)
         resident = self._resident_blocks(lease.path, lease.ranks)
         if resident < wanted:
             if now < lease.deadline and self._is_progress_due(lease):
                 return
-            problem = self._read_problem(lease)
-            lease.shortened = problem or (Reason.DEADLINE if now >= lease.deadline else Reason.NO_ROOM)
+            lease.shortened = lease.problem or (Reason.DEADLINE if now >= lease.deadline else Reason.NO_ROOM)
         self._grant(lease, resident, now)
 
     def _is_progress_due(self, lease: LeaseState) -> bool:
