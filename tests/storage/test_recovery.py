@@ -278,6 +278,22 @@ def test_what_is_used_and_hit_survives_with_the_index(directory: DataDirectory) 
     assert (row.last_used, row.hits) == (1_700_000_123.0, 17)
 
 
+@pytest.mark.parametrize("touched", [4e9, 1.0])
+def test_what_is_used_and_hit_is_known_from_the_index_whatever_becomes_of_the_file_s_times(
+    directory: DataDirectory, touched: float
+) -> None:
+    used, unused = fill(directory, 2)
+    start(directory, now=1_700_000_050.0)
+    with index_of(directory) as catalog:
+        catalog.apply([TouchedRow(Namespace.of(used.name).row_name(used.name.key), 1_700_000_123.0, 17)])
+    for sample in (used, unused):
+        os.utime(path_of(directory, sample.name), (touched, touched))
+    for _ in ("the rows are corrected", "and believed"):
+        rows = start(directory, now=1_750_000_000.0).rows
+        assert (rows[used.name.key].last_used, rows[used.name.key].hits) == (1_700_000_123.0, 17)
+        assert rows[unused.name.key].last_used < 1_700_000_123.0
+
+
 def test_times_in_the_future_are_taken_for_now(directory: DataDirectory) -> None:
     (sample,) = fill(directory, 1)
     os.utime(path_of(directory, sample.name), (4e9, 4e9))

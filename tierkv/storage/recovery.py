@@ -6,8 +6,10 @@
         a row without a file                            dropped
     -> damaged files to quarantine -> folders flushed -> the index put right
 
-The lock is held. Times in the future are taken for now. What is not ours is left and counted; an entry that can't be
-read is skipped and counted, its row kept; a file that vanishes meanwhile is no error. Payload is not verified here.
+The lock is held. Times in the future are taken for now. When an extent was used last is known from its row even where
+the file was touched or copied since; a file without one is as old as its mtime says. What is not ours is left and
+counted; an entry that can't be read is skipped and counted, its row kept; a file that vanishes meanwhile is no error.
+Payload is not verified here.
 
 A writer that was killed may have renamed files and not flushed their folders. What is told here counts as flushed, so
 all folders are flushed first, by several threads: one after the other each would wait for the disk.
@@ -152,6 +154,7 @@ class _Recovery:
         self._changes: list[Change] = []
         self._seen: set[Namespace] = set()
         self._unflushed: dict[Parts, None] = {}
+        self._uses: dict[bytes, ExtentRow] = {}  # of rows whose file was touched or copied since
         self._headers_wanted = 0
         self._expected = 0
         self._told = clock()
@@ -228,6 +231,8 @@ class _Recovery:
                         whole.append(indexed.row)
                     else:
                         wanted.append(key)
+                        if _is_sound(indexed.row, key):
+                            self._uses[prefix + key] = indexed.row
         except StorageError as error:
             self._strays.note(error, parts)
             if error.reason != Reason.NOT_FOUND:
@@ -287,6 +292,7 @@ class _Recovery:
         for finding in findings:
             match finding:
                 case Usable(indexed):
+                    indexed = self._with_uses(prefix + indexed.row.key, indexed)
                     self._changes.append(PutRow(prefix + indexed.row.key, indexed))
                     rows.append(indexed.row)
                 case Unusable():
@@ -294,6 +300,14 @@ class _Recovery:
         self._counts.headers_read += len(findings)
         self._add_rows(namespace, rows)
         self._commit_in_batches()
+
+    def _with_uses(self, name: bytes, indexed: IndexedFile) -> IndexedFile:
+        """When it was last used, and how often, is what we counted: a file's times are anybody's to change."""
+        known = self._uses.pop(name, None)
+        if known is None:
+            return indexed
+        row = msgspec.structs.replace(indexed.row, last_used=max(known.last_used, indexed.row.created), hits=known.hits)
+        return msgspec.structs.replace(indexed, row=row)
 
     def _refuse(self, namespace: Namespace, finding: Unusable) -> None:
         name = namespace.extent(finding.key)
