@@ -323,13 +323,14 @@ def test_eviction_goes_from_the_tail_of_a_chain(extent_blocks: int) -> None:
     bench.load(chain)
 
 
+@pytest.mark.scenario("B207", then="it stays with the prefix it hangs on; the victims are others, each hit five times")
 def test_a_new_entry_is_not_the_victim_of_its_own_store_nor_is_its_prefix() -> None:
     bench = Bench(host_slots=10, nvme_bytes=0, extent_blocks=1)
     for token in range(10):
         bench.store(bench.prompt(token))
     for _ in range(5):
-        bench.tick(1.0)
-        for token in range(10):
+        for token in range(10):  # the one that will be continued is the oldest of them
+            bench.tick(1.0)
             bench.release(bench.load(bench.prompt(token)))
     longer = bench.prompt(0, 50, 51)
     bench.store(longer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tests.core.simulation import Bench
-from tierkv.core.grants import Waiting
+import pytest
+
+from tests.core.simulation import PAGE, Bench
+from tierkv.core.grants import NeverHit, Waiting
 from tierkv.core.instructions import (
     OpFailed,
     Read,
@@ -109,3 +111,18 @@ def test_blocks_reported_bad_go_to_quarantine_and_are_removed_where_that_fails()
     assert [type(op) for op in bench.worker.waiting] == [Remove]
     bench.work()
     assert (bench.nvme_used(), bench.match(prompt)) == (0, (0, 0))
+
+
+@pytest.mark.scenario("B102", then="a group written over ten times the tier's room and never hit is named, once")
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_group_that_fills_the_tier_over_and_over_and_is_never_hit_is_named_once(is_read: bool) -> None:
+    bench = Bench(host_slots=4, nvme_bytes=8 * PAGE, extent_blocks=1)
+    for number in range(40):
+        bench.store_durably(bench.prompt(number))
+        if is_read and number == 5:
+            bench.release(bench.load(bench.prompt(number)))
+    written = bench.state.counts.nvme_written_bytes
+    assert written > 10 * 8 * PAGE
+    told = [notice for notice in bench.notices if isinstance(notice, NeverHit)]
+    assert [notice.group for notice in told] == ([] if is_read else [bench.spec.group])
+    assert all(10 * 8 * PAGE < notice.written_bytes <= written for notice in told)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
+
 from tierkv.core import tickets
 from tierkv.core.grants import Committed, Evicted, GroupSpec, Reservation
 from tierkv.core.identity import Identity, Layout
@@ -74,6 +76,15 @@ def test_a_reservation_like_the_last_one_finds_room_that_was_made_before() -> No
     assert not state.has_idle_work
     assert state.make_ready(500.0) == []
     assert evicted(store(state, 900, 2)) == 0
+
+
+@pytest.mark.scenario("B212", then="at the limit 300 stores find their room made before; none pays for an eviction")
+def test_at_the_limit_no_store_evicts_while_it_is_asked_for() -> None:
+    state = make_state(SLOTS)
+    for number in range(SLOTS // 2 + 300):
+        assert evicted(store(state, number, 2)) == 0
+        state.make_ready(float(number))
+    assert state.tiers()[0].used_bytes == (SLOTS - 2) * PAGE
 
 
 def test_no_more_is_made_than_a_small_share_of_host_memory() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.node.kit import GROUP, Kit
 from tests.node.test_reading_and_writing import store
+from tierkv.core.grants import NeverHit
 from tierkv.core.instructions import Write
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, WireError
@@ -75,3 +76,10 @@ def test_writes_that_will_not_happen_are_counted_in_bytes(durable: Kit) -> None:
     durable.service.begin_shutdown(durable.now)
     durable.service.drop_dirty(durable.now)
     assert (durable.core.dropped_extents, durable.core.dropped_bytes) == (1, 2 * 4096)
+
+
+def test_a_group_that_is_written_and_never_read_is_warned_of(durable: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    durable.core.do(durable.now, lambda: [NeverHit(group=GROUP, written_bytes=12_345)])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "12345 bytes" in warning
+    assert GROUP.hex() in warning

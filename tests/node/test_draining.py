@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.node.kit import BLOCK_BYTES, Kit
+from tests.node.kit import BLOCK_BYTES, GROUP, Kit
 from tests.node.test_reading_and_writing import flush, store
-from tierkv.core.instructions import Stop, Stopped, Write, WriteDone
+from tierkv.core.instructions import Stop, Stopped, Touch, Write, WriteDone
 from tierkv.node.control import Drained
 from tierkv.node.draining import STOP_SECONDS, Draining
+from tierkv.wire.messages import Acquire, Seal
 
 
 @pytest.fixture
@@ -66,6 +67,28 @@ def test_a_worker_that_does_not_stop_is_not_waited_for_long(durable: Kit) -> Non
     assert draining.next_wakeup() == durable.now + STOP_SECONDS
     durable.now += STOP_SECONDS
     assert draining.step(durable.now) is not None
+
+
+@pytest.mark.scenario("B268", then="a worker that still recovers is not waited for at all")
+def test_a_worker_that_still_recovers_is_not_waited_for() -> None:
+    kit = Kit(nvme_bytes=2**20)
+    kit.start_worker(recovers=False)
+    assert begin(kit).step(kit.now) == Drained(flushed_extents=0, flushed_bytes=0, dropped_extents=0, dropped_bytes=0)
+    kit.close()
+
+
+def test_what_was_used_last_is_written_before_the_worker_stops(durable: Kit) -> None:
+    keys = store(durable, 2)
+    durable.ask(Seal, group=GROUP, keys=keys)
+    flush(durable)
+    durable.tick(durable.state.limits.touch_seconds)
+    durable.instructions()
+    durable.ask(Acquire, grant=b"l" * 16, group=GROUP, keys=keys)
+    begin(durable).step(durable.now)
+    touch, stop = durable.instructions()
+    assert isinstance(touch, Touch)
+    assert [(row.key, row.last_used) for row in touch.rows] == [(keys[:32], durable.now)]
+    assert isinstance(stop, Stop)
 
 
 def test_a_second_word_shortens_the_budget_and_never_lengthens_it(durable: Kit) -> None:

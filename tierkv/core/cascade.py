@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tierkv.core.extent import Extent
-from tierkv.core.grants import Dropped, Evicted
+from tierkv.core.grants import Dropped, Evicted, NeverHit
 from tierkv.core.instructions import (
     OpFailed,
     Read,
@@ -30,6 +30,9 @@ from tierkv.core.residency import NvmeEvent, NvmeState
 from tierkv.core.slab_relief import find_relief, has_older
 from tierkv.core.value import Rank
 from tierkv.errors import BrokenInvariant
+
+IN_VAIN = 10
+"""A group that has filled NVMe so many times over without a single hit is told of."""
 
 _WRITE_HOLD = "write"
 
@@ -313,7 +316,14 @@ class Cascade:
         counts.nvme_written_bytes += report.file_bytes
         counts.nvme_write_seconds += report.seconds
         self._written_bytes[op.extent] = self._written_bytes.get(op.extent, 0) + report.file_bytes
+        self._note_written(self._ledger.group_of(op.extent), report.file_bytes)
         self._finish_write(op.extent, report.op, now)
+
+    def _note_written(self, group: Group, num_bytes: int) -> None:
+        before, group.written_bytes = group.written_bytes, group.written_bytes + num_bytes
+        suspicious = IN_VAIN * self._ledger.limits.nvme_bytes
+        if not group.was_hit and before <= suspicious < group.written_bytes:
+            self._ledger.effects.append(NeverHit(group=group.spec.group, written_bytes=group.written_bytes))
 
     def _write_failed(self, op: _WriteOp, report: OpFailed, now: float) -> None:
         self._failed_writes[op.extent] = report.reason

@@ -152,7 +152,15 @@ class Dropped:
     reason: Reason
 
 
-Notice = LeaseReady | SealReady | Evicted | Dropped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeverHit:
+    """A group has been written to NVMe many times over, and no lease ever found anything of it: told once a group."""
+
+    group: bytes
+    written_bytes: int
+
+
+Notice = LeaseReady | SealReady | Evicted | Dropped | NeverHit
 
 
 # ---- what the core remembers of live grants

@@ -218,6 +218,7 @@ class Leases:
         ledger.effects.append(LeaseReady(lease.grant, lease.answer))
         if blocks:
             ledger.counts.leases += 1
+            ledger.groups[lease.group].was_hit = True
         else:
             self._end(lease, Reason.GRANT_ENDED)
 

@@ -62,6 +62,8 @@ class Group:
     nvme_bytes: int = 0
     wants_folder: bool = False  # its identity is to lie on disk
     last_used: float = 0.0
+    written_bytes: int = 0  # to NVMe, since this core began
+    was_hit: bool = False  # a lease found something of it, since this core began
 
     def file_bytes(self, num_blocks: int) -> int:
         """Upper bound of one rank's file: the header with its keys, checksums and tokens, then the blocks."""

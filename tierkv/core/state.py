@@ -356,11 +356,12 @@ class CacheState:
         return self._purges.progress(purge)
 
     def begin_shutdown(self, now: float) -> list[Effect]:
-        """Nothing new is granted; everything that grows is sealed, parents first, and goes to NVMe."""
+        """Nothing new is granted; what grows is sealed, parents first, and goes to NVMe, and so does last use."""
         self._ledger.is_closing = True
         self._warmups.clear()
         self._seals.seal_all(now)
         self._cascade.order_writes_by_depth()
+        self._flush_touched(now)
         return self._effects_after(now)
 
     def dirty(self) -> Dirty:

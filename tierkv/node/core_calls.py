@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tierkv.core.grants import Dropped, Evicted, LeaseReady, SealReady, Waiting
+from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, SealReady, Waiting
 from tierkv.core.instructions import AnyInstruction, OpFailed, Write
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
@@ -103,5 +103,12 @@ class CoreCalls:
                 self.dropped_extents += 1
                 self.dropped_bytes += effect.num_bytes
                 log.debug("extent %s is not written: %s", effect.key.hex(), effect.reason)
+            case NeverHit():
+                log.warning(
+                    "%d bytes of group %s were written and none ever read: no prompt of it repeats, or keys or "
+                    "identity differ each time (a time stamp in front, an engine that is not the one that stored)",
+                    effect.written_bytes,
+                    effect.group.hex(),
+                )
             case _:
                 self.instruct(effect, now)

@@ -36,7 +36,8 @@ class Draining:
                 return None
             self._service.drop_dirty(now)
             self._core.instruct(Stop(budget_seconds=STOP_SECONDS), now)
-            self._stop_deadline = now + STOP_SECONDS
+            # A worker that still recovers has begun nothing that needs an end, and doesn't hear until it is through.
+            self._stop_deadline = now if self._state.is_recovering else now + STOP_SECONDS
         mover = self._core.mover
         if mover.is_attached and not mover.worker.is_stopped and now < self._stop_deadline:
             return None

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse
+from tierkv.storage.new_folders import make_folders
 from tierkv.storage.stamp import COUNTS_AS_EMPTY
 
 LOCK_NAME = "LOCK"
@@ -53,7 +54,7 @@ def lock_data_directory(root: Path, wait_seconds: float, *, pause: Callable[[flo
     """
     try:
         if not os.path.lexists(root):
-            _make_private(root)
+            make_folders(root)
         root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise DataDirectoryError(_say(root, error)) from error
@@ -78,15 +79,6 @@ def lock_socket_directory(root: Path) -> FileLock:
         raise ConfigError("socket_dir", _say(root / LOCK_NAME, error)) from error
     finally:
         os.close(root_fd)
-
-
-def _make_private(root: Path) -> None:
-    root.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.mkdir(root, 0o700)
-    except FileExistsError:
-        return  # another node was quicker; the lock decides which of us it is
-    os.chmod(root, 0o700)
 
 
 def _refuse_foreign(root: Path, root_fd: int) -> None:

@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from tierkv.errors import ConfigError
+from tierkv.storage.new_folders import make_folders
 from tierkv.wire.session import NODE_SOCKET_NAME, SESSION_SOCKET_NAME
 
 BACKLOG = 512
@@ -23,7 +24,7 @@ BACKLOG = 512
 def claim_socket_folder(socket_dir: Path) -> None:
     """Make the directory, mode 0700, or take one that is ours. Raises ConfigError("socket_dir")."""
     try:
-        _make_missing(socket_dir, mode=0o700)
+        make_folders(socket_dir)
         _require_private(socket_dir)
     except OSError as error:
         raise ConfigError("socket_dir", f"{socket_dir}: {error.strerror}") from error
@@ -33,7 +34,7 @@ def claim_inline_folder(inline_dir: Path) -> None:
     """Make the directory, mode 0711, or take one that is ours, whose mode is its owner's choice as long as nobody else
     can write in it. Raises ConfigError("inline_dir")."""
     try:
-        _make_missing(inline_dir, mode=0o711)
+        make_folders(inline_dir, mode=0o711)
         _require_own(inline_dir, "inline_dir")
         if os.lstat(inline_dir).st_mode & 0o022:
             raise ConfigError("inline_dir", f"{inline_dir} can be written by others; run: chmod go-w {inline_dir}")
@@ -73,20 +74,6 @@ def remove_inline_sockets(inline_dir: Path) -> None:
     for path in inline_dir.iterdir():
         if path.is_socket():
             path.unlink(missing_ok=True)
-
-
-def _make_missing(socket_dir: Path, *, mode: int) -> None:
-    missing = []
-    for folder in (socket_dir, *socket_dir.parents):
-        if os.path.lexists(folder):
-            break
-        missing.append(folder)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder, mode)
-        except FileExistsError:
-            continue  # another node of this user makes its own beside it; what matters is checked afterwards
-        os.chmod(folder, mode)
 
 
 def _require_private(socket_dir: Path) -> None:

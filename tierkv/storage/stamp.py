@@ -18,6 +18,7 @@ import msgspec
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
+from tierkv.storage.new_folders import make_folders
 from tierkv.storage.system_calls import call
 
 DIRECTORY_FORMAT = 1
@@ -80,7 +81,7 @@ def _open_root(path: Path, *, create: bool) -> int:
 
 
 def _make_root(path: Path) -> int:
-    call("mkdir", os.makedirs, path, 0o700, exist_ok=True)
+    call("mkdir", make_folders, path)
     fd = call("open", os.open, path, OPEN_FOLDER)
     try:
         call("fchmod", os.fchmod, fd, 0o700)
