@@ -1,5 +1,5 @@
-"""Folders of the mode asked for, whatever the umask: also those on the way, or whoever may write to one of them could put
-another directory in place of ours."""
+"""Folders of the mode asked for, whatever the umask: also those on the way, or whoever may write to one of them could
+put another directory in place of ours."""
 
 from __future__ import annotations
 
