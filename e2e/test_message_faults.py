@@ -1,0 +1,307 @@
+"""Every request, and every reply to it, lost, doubled, late, out of order, or cut off with its connection: between a
+real client, blocking or asyncio, and a real node. What was not lost is answered; what was is a miss by its deadline;
+nothing that was granted stays behind; and what is loaded afterwards is right.
+
+Each cell of the table is a request type, a way, a fault. `SCENES` has a row for each request type that there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from e2e.either_client import KINDS, EitherEngine
+from e2e.harness import Node, wait_until
+from tests.faults.proxy import Fault, Proxy, Way
+from tierkv.client import Operator, connect_operator
+from tierkv.client.operators import cancel_job, new_job, status, usage, verify_step, warmup_step
+from tierkv.core.reasons import Reason
+from tierkv.errors import NodeSilent
+from tierkv.torture.stamped import identity, tokens_of
+from tierkv.wire.messages import AnyRequest, StatusReply, Verify, Warmup
+
+pytestmark = pytest.mark.timeout(180)
+
+BLOCKS = 4
+BASE = 1
+"""The prompt that is always there."""
+
+LOST_SECONDS = 0.05
+"""What a call is given whose answer never comes."""
+
+_prompts = itertools.count(10)
+
+
+@dataclass
+class World:
+    node: Node
+    proxy: Proxy
+    operator: Operator
+
+    def status(self) -> StatusReply:
+        return self.operator.status()
+
+
+@pytest.fixture(scope="module")
+def world(own_surroundings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with Node(tmp_path_factory.mktemp("node")) as node:
+        node.start()
+        folder = Path(tempfile.mkdtemp(prefix="tkv"))
+        with Proxy(node.endpoint, folder) as proxy, connect_operator(node.endpoint) as operator:
+            with EitherEngine("blocking", node.endpoint) as engine:
+                assert engine.store(BASE, BLOCKS) == BLOCKS
+            operator.status()
+            yield World(node, proxy, operator)
+        shutil.rmtree(folder)
+        assert "Traceback" not in node.log()
+
+
+# ---- what is asked
+
+
+class Scene:
+    """One request of a type. `prepare` is done in peace, `act` is what the fault meets, `check` is told whether the
+    request had its effect, and asserts what the world must look like then."""
+
+    waits = True
+    """Whether the caller waits for the reply; who does not is never told that it was lost."""
+
+    def __init__(self, engine: EitherEngine, patience_seconds: float) -> None:
+        self.engine = engine
+        self.patience_seconds = patience_seconds
+        self.prompt = next(_prompts)
+
+    def prepare(self) -> None:
+        pass
+
+    def act(self) -> Any:
+        raise NotImplementedError
+
+    def check(self, had_effect: bool) -> None:
+        pass
+
+
+class AskHello(Scene):
+    def act(self) -> Any:
+        return self.engine.client.is_connected()
+
+
+class AskOpenGroup(Scene):
+    def act(self) -> Any:
+        return self.engine.client.open(identity(f"salt {self.prompt}"))
+
+
+class AskMatch(Scene):
+    def act(self) -> Any:
+        return self.engine.group.match(keys=self.engine.keys(BASE, BLOCKS))
+
+
+class AskAcquire(Scene):
+    def act(self) -> Any:
+        return self.engine.group.acquire(keys=self.engine.keys(BASE, BLOCKS), deadline_seconds=self.patience_seconds)
+
+
+class AskRelease(Scene):
+    waits = False
+
+    def prepare(self) -> None:
+        self.lease = self.engine.do(self.engine.group.acquire(keys=self.engine.keys(BASE, BLOCKS)))
+        assert self.lease.blocks == BLOCKS
+
+    def act(self) -> Any:
+        return self.lease.release()
+
+
+class AskReportBad(Scene):
+    def prepare(self) -> None:
+        assert self.engine.store(self.prompt, BLOCKS) == BLOCKS
+
+    def act(self) -> Any:
+        return self.engine.group.report_bad(self.engine.keys(self.prompt, BLOCKS), 1)
+
+    def check(self, had_effect: bool) -> None:
+        assert self.engine.match(self.prompt, BLOCKS) == (1 if had_effect else BLOCKS)
+
+
+class AskReserve(Scene):
+    def act(self) -> Any:
+        return self.engine.group.reserve(tokens_of(self.prompt, BLOCKS), deadline_seconds=self.patience_seconds)
+
+    def check(self, had_effect: bool) -> None:
+        assert self.engine.match(self.prompt, BLOCKS) == 0
+        assert self.engine.store(self.prompt, BLOCKS) == BLOCKS, "no slot and no key is kept by what was given up"
+
+
+class AskCommit(Scene):
+    def prepare(self) -> None:
+        self.ticket = self.engine.reserve(self.prompt, BLOCKS)
+        self.engine.fill(self.ticket, self.prompt, BLOCKS)
+
+    def act(self) -> Any:
+        return self.ticket.commit()
+
+    def check(self, had_effect: bool) -> None:
+        assert self.engine.load(self.prompt, BLOCKS).right == BLOCKS, "sent again until it is confirmed"
+
+
+class AskAbort(AskCommit):
+    waits = False
+
+    def act(self) -> Any:
+        return self.ticket.abort()
+
+    def check(self, had_effect: bool) -> None:
+        assert self.engine.match(self.prompt, BLOCKS) == 0
+        assert self.engine.store(self.prompt, BLOCKS) == BLOCKS
+
+
+class AskSeal(Scene):
+    def prepare(self) -> None:
+        assert self.engine.store(self.prompt, BLOCKS) == BLOCKS
+
+    def act(self) -> Any:
+        keys = self.engine.keys(self.prompt, BLOCKS)
+        return self.engine.group.seal(keys=keys, deadline_seconds=self.patience_seconds)
+
+
+class AskUsage(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(usage(self.engine.client._verbs))
+
+
+class AskStatus(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(status(self.engine.client._verbs))
+
+
+class AskWarmup(Scene):
+    kind: type[Warmup] | type[Verify] = Warmup
+
+    def prepare(self) -> None:
+        self.job = new_job()
+
+    def act(self) -> Any:
+        return self.engine.client._run(warmup_step(self.engine.client._verbs, self.job, 0, ""))
+
+    def check(self, had_effect: bool) -> None:
+        self.engine.do(self.engine.client._run(cancel_job(self.engine.client._verbs, self.kind, self.job)))
+
+
+class AskVerify(AskWarmup):
+    kind = Verify
+
+    def act(self) -> Any:
+        return self.engine.client._run(verify_step(self.engine.client._verbs, self.job, False))
+
+
+SCENES: dict[str, type[Scene]] = {
+    scene.__name__.removeprefix("Ask"): scene for scene in (*Scene.__subclasses__(), AskAbort, AskVerify)
+}
+
+
+def test_every_request_type_has_a_row() -> None:
+    assert SCENES.keys() == {kind.__name__ for kind in get_args(AnyRequest)}
+
+
+# ---- what becomes of it
+
+FAULTS = [fault for fault in Fault if fault is not Fault.PASS]
+
+
+def is_answered(client: str, fault: Fault, scene: type[Scene]) -> bool:
+    """Swapped with the next message: a blocking client says nothing more before it has its answer, so that to it what
+    is swapped is late."""
+    if fault in (Fault.DROP, Fault.HOLD):
+        return False
+    return fault is not Fault.SWAP or client == "asyncio" or not scene.waits
+
+
+@pytest.mark.scenario("B157", then="each client gets its own replies only, whatever happens to the messages")
+@pytest.mark.scenario(
+    "B158", then="what was unanswered when its connection was cut is asked again, has its effect once, in time"
+)
+@pytest.mark.parametrize("client", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", list(Way))
+def test_a_message_that_meets_a_fault(
+    world: World, client: str, way: Way, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.client.asking.GRACE_SECONDS", LOST_SECONDS)
+    for name, scene in SCENES.items():
+        try:
+            run_cell(world, client, name, scene, way, fault)
+        except AssertionError as error:
+            error.add_note(f"in the cell {name} {way}, {fault}, {client} client")
+            raise
+
+
+def run_cell(world: World, client: str, name: str, make: type[Scene], way: Way, fault: Fault) -> None:
+    answered = is_answered(client, fault, make)
+    patience = 20.0 if answered else LOST_SECONDS
+    with EitherEngine(client, world.proxy.directory) as engine:
+        assert engine.match(BASE, BLOCKS) == BLOCKS
+        scene = make(engine, patience)
+        scene.prepare()
+        engine.state.timeout_seconds = patience
+        before = engine.client.counters
+        rule = world.proxy.add(name, way, fault)
+        began = time.monotonic()
+        reason = act(scene, fault)
+        took = time.monotonic() - began
+        expected = None if answered or not scene.waits else Reason.DEADLINE
+        assert reason == expected
+        assert took < 20.0, "a call ends by its deadline"
+        if not scene.waits and way is Way.REPLY:
+            engine.state.timeout_seconds = 20.0
+            engine.match(BASE, BLOCKS)  # who does not wait reads with the next call
+        rule.wait()
+        world.proxy.calm()
+        settle(world, engine)
+        scene.check(had_effect=answered or way is Way.REPLY or fault in (Fault.HOLD, Fault.SWAP))
+        assert engine.load(BASE, BLOCKS, deadline_seconds=20.0).right == BLOCKS
+        settle(world, engine)
+        after = engine.client.counters
+        assert after.sessions_opened == before.sessions_opened, "nobody had to register again"
+        assert after.unreadable_replies == 0
+    assert after.in_doubt == after.doubts_dropped == after.open_grants == 0
+
+
+def act(scene: Scene, fault: Fault) -> Reason | None:
+    """Why it was no success."""
+    engine = scene.engine
+    before = dict(engine.client.counters.by_reason)
+    calls: list[Callable[[], Any]] = [scene.act]
+    if fault is Fault.SWAP and engine.kind == "asyncio":
+        calls.append(lambda: engine.group.match(keys=engine.keys(BASE, BLOCKS)))
+    try:
+        value = engine.together(*calls)[0]
+    except NodeSilent:
+        return Reason.DEADLINE
+    if hasattr(value, "abort") or hasattr(value, "release"):
+        engine.do(value.abort() if hasattr(value, "abort") else value.release())
+    after = engine.client.counters.by_reason
+    more = [reason for reason, count in after.items() if count > before.get(reason, 0)]
+    assert len(more) <= 1, more
+    return more[0] if more else None
+
+
+def settle(world: World, engine: EitherEngine) -> None:
+    """Until the client owes nothing and the node keeps nothing for it, while it is still there: its end would hide what
+    it leaks."""
+    engine.state.timeout_seconds = 20.0
+
+    def is_settled() -> bool:
+        engine.skip(3.0)
+        engine.match(BASE, BLOCKS)
+        told = world.status()
+        return (engine.client.counters.in_doubt, told.leases, told.tickets) == (0, 0, 0)
+
+    wait_until(is_settled, "nothing is in doubt, leased or reserved", 30.0)
