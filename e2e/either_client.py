@@ -65,8 +65,8 @@ class EitherEngine:
     def fill(self, ticket: Any, prompt: int, blocks: int) -> None:
         self.do(ticket.copy_from(stamps(self.keys(prompt, blocks))))
 
-    def store(self, prompt: int, blocks: int) -> int:
-        ticket = self.reserve(prompt, blocks)
+    def store(self, prompt: int, blocks: int, **more: Any) -> int:
+        ticket = self.reserve(prompt, blocks, **more)
         try:
             if len(ticket.granted):
                 self.fill(ticket, prompt, blocks)

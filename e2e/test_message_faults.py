@@ -8,10 +8,13 @@ Each cell of the table is a request type, a way, a fault. `SCENES` has a row for
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -50,18 +53,24 @@ class World:
         return self.operator.status()
 
 
-@pytest.fixture(scope="module")
-def world(own_surroundings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with Node(tmp_path_factory.mktemp("node")) as node:
+@contextmanager
+def make_world(folder: Path) -> Iterator[World]:
+    with Node(folder) as node:
         node.start()
-        folder = Path(tempfile.mkdtemp(prefix="tkv"))
-        with Proxy(node.endpoint, folder) as proxy, connect_operator(node.endpoint) as operator:
+        sockets = Path(tempfile.mkdtemp(prefix="tkv"))
+        with Proxy(node.endpoint, sockets) as proxy, connect_operator(node.endpoint) as operator:
             with EitherEngine("blocking", node.endpoint) as engine:
                 assert engine.store(BASE, BLOCKS) == BLOCKS
             operator.status()
             yield World(node, proxy, operator)
-        shutil.rmtree(folder)
+        shutil.rmtree(sockets)
         assert "Traceback" not in node.log()
+
+
+@pytest.fixture(scope="module")
+def world(own_surroundings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with make_world(tmp_path_factory.mktemp("node")) as world:
+        yield world
 
 
 # ---- what is asked
@@ -305,3 +314,109 @@ def settle(world: World, engine: EitherEngine) -> None:
         return (engine.client.counters.in_doubt, told.leases, told.tickets) == (0, 0, 0)
 
     wait_until(is_settled, "nothing is in doubt, leased or reserved", 30.0)
+
+
+# ---- the session socket
+
+
+@pytest.mark.parametrize("client", KINDS)
+@pytest.mark.parametrize(
+    ("packet", "way"), [("SessionHello", Way.REQUEST), ("SessionGrant", Way.REPLY), ("Detach", Way.REQUEST)]
+)
+def test_a_packet_of_the_session_socket_that_meets_a_fault(world: World, client: str, packet: str, way: Way) -> None:
+    for fault in FAULTS:
+        lost = fault in (Fault.DROP, Fault.HOLD, Fault.SWAP) and packet != "Detach"
+        rule = world.proxy.add(packet, way, fault)
+        with EitherEngine(client, world.proxy.directory, timeout_seconds=LOST_SECONDS if lost else 20.0) as engine:
+            if packet != "Detach":
+                rule.wait()
+                world.proxy.calm()
+            engine.state.timeout_seconds = 20.0
+            engine.skip(3.0)
+            assert engine.load(BASE, BLOCKS, deadline_seconds=20.0).right == BLOCKS, f"{packet}, {fault}"
+            settle(world, engine)
+        rule.wait()
+        world.proxy.calm()
+    assert world.status().state == "ready"
+
+
+@pytest.mark.scenario("B130", then="the client registers again by itself with the first call, which no user sees fail")
+@pytest.mark.parametrize("client", KINDS)
+def test_a_new_front_is_found_with_the_first_call_whatever_becomes_of_the_news(tmp_path: Path, client: str) -> None:
+    faults = (Fault.PASS, Fault.DROP, Fault.TWICE, Fault.HOLD)
+    with make_world(tmp_path) as world, EitherEngine(client, world.proxy.directory) as engine:
+        for number, fault in enumerate(faults, start=1):
+            keys = engine.keys(BASE, BLOCKS)
+            sealed = engine.do(engine.group.seal(keys=keys, wait="flushed", deadline_seconds=20.0))
+            assert sealed.flushed_blocks == BLOCKS
+            before = world.node.wait_ready().incarnation  # and has all of its memory: the one of before is let go
+            world.proxy.add("IncarnationEnded", Way.REPLY, fault)
+            world.node.kill("front")
+            world.node.wait_status(
+                lambda told, before=before: told.incarnation != before and told.state != "recovering",  # type: ignore[misc]
+                "a new front",
+            )
+            answer = engine.do(engine.group.match(keys=keys))
+            assert (answer.blocks, answer.reason) == (BLOCKS, None), fault
+            assert engine.load(BASE, BLOCKS, deadline_seconds=20.0).right == BLOCKS
+            assert engine.client.counters.sessions_opened == number + 1
+            world.proxy.calm()
+            settle(world, engine)
+
+
+# ---- everything at once
+
+UNRULY = {
+    Fault.DROP: 0.01,
+    Fault.TWICE: 0.05,
+    Fault.HOLD: 0.08,
+    Fault.SWAP: 0.04,
+    Fault.CUT_BEFORE: 0.01,
+    Fault.CUT_AFTER: 0.01,
+}
+CALLS = 100
+PATIENCE_SECONDS = 0.15
+
+
+def live(engine: EitherEngine, seed: int) -> list[str]:
+    """What was wrong."""
+    wrong = []
+    chance = random.Random(seed)
+    for number in range(CALLS):
+        prompt = 10_000 + chance.randrange(30)
+        began = time.monotonic()
+        match chance.randrange(4):
+            case 0:
+                engine.store(prompt, BLOCKS, deadline_seconds=PATIENCE_SECONDS)
+            case 1:
+                engine.do(engine.reserve(prompt, BLOCKS, deadline_seconds=PATIENCE_SECONDS).abort())
+            case _:
+                if (loaded := engine.load(prompt, BLOCKS, deadline_seconds=PATIENCE_SECONDS)).is_wrong:
+                    wrong.append(f"call {number}: {loaded}")
+        if (took := time.monotonic() - began) > 60.0:
+            wrong.append(f"call {number} took {took:.1f} s")
+        engine.skip(0.5)
+    return wrong
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_among_unruly_messages_every_load_is_right_or_a_miss_and_nothing_leaks(
+    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.client.asking.GRACE_SECONDS", LOST_SECONDS)
+    with ExitStack() as owned:
+        engines = [owned.enter_context(EitherEngine(kind, world.proxy.directory)) for kind in (*KINDS, *KINDS)]
+        for engine in engines:
+            assert engine.match(BASE, BLOCKS) == BLOCKS
+            engine.state.timeout_seconds = PATIENCE_SECONDS
+        world.proxy.unruly(seed, UNRULY)
+        with ThreadPoolExecutor(len(engines)) as pool:
+            wrong = list(pool.map(live, engines, range(seed, seed + len(engines))))
+        world.proxy.calm()
+        assert wrong == [[]] * len(engines)
+        for engine in engines:
+            settle(world, engine)
+        for engine in engines:
+            assert not any(engine.load(10_000 + number, BLOCKS).is_wrong for number in range(30))
+            settle(world, engine)
+        assert all(engine.client.counters.doubts_dropped == 0 for engine in engines)

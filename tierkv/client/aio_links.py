@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,7 +53,7 @@ class AsyncLink:
         reply: asyncio.Future[Outcome] = self._loop.create_future()
         waiting = self._waiting[request.id] = Waiting(encode(request), reply)
         try:
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+            async with asyncio.timeout(max(0.0, until - self._state.clock())):
                 await self._send(waiting)
                 return await reply
         except TimeoutError:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from math import ceil
 from typing import Any, TypeVar
@@ -140,7 +139,7 @@ class Link:
 
     def _wait(self, poller: zmq.Poller, until: float) -> bool:
         """False when the time is up or the session is over."""
-        left = until - time.monotonic()
+        left = until - self._state.clock()
         if left <= 0 or self.session.over:
             return False
         for socket, _event in poller.poll(ceil(left * 1_000)):

@@ -122,7 +122,8 @@ class ClientState:
         return None if session is None or session.over else session
 
     def connect(self, until: float) -> Session | Refusal:
-        """Open a session, or wait for the thread that is at it. Blocks, not beyond `until`."""
+        """Open a session, or wait for the thread that is at it. Blocks, not beyond `until` of our clock."""
+        until = time.monotonic() + until - self.clock()  # from here on it is the kernel that waits
         if not self._connecting.acquire(timeout=max(0.0, until - time.monotonic())):
             return Refusal(Reason.DEADLINE, "another thread is still opening the session")
         try:
