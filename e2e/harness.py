@@ -308,10 +308,12 @@ class Node:
 
 
 class EngineProcess:
-    """A stamped engine (e2e.engine_process) that can be asked, paused and killed."""
+    """A stamped engine (e2e.engine_process; one rank of it: e2e.rank_process) that can be asked, paused and killed."""
 
-    def __init__(self, endpoint: Path, *, salt: str = "") -> None:
-        arguments = [sys.executable, "-m", "e2e.engine_process", str(endpoint), *([salt] if salt else [])]
+    def __init__(self, endpoint: Path, *, salt: str = "", rank: int | None = None) -> None:
+        module = "e2e.engine_process" if rank is None else "e2e.rank_process"
+        more = [salt] if salt else [] if rank is None else [str(rank)]
+        arguments = [sys.executable, "-m", module, str(endpoint), *more]
         self._process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )

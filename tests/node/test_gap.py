@@ -2,7 +2,7 @@
 there that takes blocks away, for each rank of two.
 
 A match is no promise. A lease is: what it covers is right, or the reader is told that there is less of it, and why. In
-A match is no promise. A lease is: what it covers is right, or the reader is told that there is less of it and why. In
+no case does it get anybody else's bytes. The tables say how many of two blocks each rank's holder may use (-: there
 was no lease), and the reason where the lease is shorter than what was cached when it was asked for.
 """
 
@@ -204,7 +204,7 @@ ON_NVME = read_table(
 eviction             | 22         | 22            | 22          | 22      | 22           | 22
 unlinked             | -:not_found | -:not_found   | 22          | 22      | 22           | 22
 unlinked_and_evicted | -:not_found | -:not_found   | 22          | 22      | 22           | 22
-damaged_and_evicted  | -:checksum 11:checksum | -:checksum 11:checksum | 22          | 22      | 22           | 22
+damaged_and_evicted  | 11:checksum | 11:checksum   | 22          | 22      | 22           | 22
 revoked              | 22         | -:deadline    | 00          | 00      | 00           | 22
 reported_bad         | -          | -:reported_bad | 22          | 22      | 22           | 22
 restart              | 22         | 22            | 22          | 22      | 22           | 22
@@ -217,7 +217,7 @@ IN_MEMORY = read_table(
 eviction             | 22         | 22            | 22          | 22      | 22           | 22
 unlinked             | 22         | 22            | 22          | 22      | 22           | 22
 unlinked_and_evicted | -:not_found | 22            | 22          | 22      | 22           | 22
-damaged_and_evicted  | -:checksum 11:checksum | 22            | 22          | 22      | 22           | 22
+damaged_and_evicted  | 11:checksum | 22            | 22          | 22      | 22           | 22
 revoked              | 22         | 00            | 00          | 00      | 00           | 22
 reported_bad         | -          | 22            | 22          | 22      | 22           | 22
 restart              | 22         | 22            | 22          | 22      | 22           | 22

@@ -685,9 +685,16 @@ class Cascade:
             self.read_problems[extent] = report.reason
             self._reads_wanted.pop((extent, rank), None)
         if report.gone:
-            self.lose_file(extent, report.reason or Reason.NOT_FOUND, now)
+            extent.lost = report.reason or Reason.NOT_FOUND
+        self._lose_what_is_lost(extent, now)
         self._neighbours_changed(extent)
         self.pump(now)
+
+    def _lose_what_is_lost(self, extent: Extent, now: float) -> None:
+        """What the other ranks are reading just now is right, and stays as far as every rank has it."""
+        if extent.lost is not None and not extent.reading:
+            reason, extent.lost = extent.lost, None
+            self.lose_file(extent, reason, now)
 
     def _remember_tokens(self, extent: Extent, group: Group, report: ReadDone) -> None:
         num_bytes = extent.num_blocks * group.block_tokens * 4
@@ -737,6 +744,7 @@ class Cascade:
                 if op.extent.purged:
                     self.progressed.append(op.extent)
                     continue
+                self._lose_what_is_lost(op.extent, now)
                 wanted = (op.extent, op.rank)
                 blocks = op.first + len(op.slots)
                 self._reads_wanted[wanted] = max(blocks, self._reads_wanted.get(wanted, 0))

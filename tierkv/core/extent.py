@@ -66,6 +66,7 @@ class Extent:
         "last_append",
         "last_used",
         "longest_gap",
+        "lost",
         "num_blocks",
         "nvme",
         "nvme_bytes",
@@ -96,6 +97,7 @@ class Extent:
         self.in_tree = False
         self.condemned = False  # its file must go as soon as the operations on it end
         self.purged = False  # its slots are wiped before anybody else gets them
+        self.lost: Reason | None = None  # why its file is to go, once the reads of the other ranks have ended
         self.is_stray = False  # a worker that died may have left a file of it
         self.why_dropped: Reason | None = None  # of its last write that did not happen
         self.slots: list[list[int]] = [[] for _ in range(ranks)]
