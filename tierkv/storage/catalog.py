@@ -216,8 +216,10 @@ class Catalog:
             found = cursor.first()
             while found:
                 name = cursor.key()
-                if len(name) == NAME_BYTES:
-                    yield Namespace.unpack(name)
+                if len(name) != NAME_BYTES:  # no row of ours: it could lie behind any bound to skip to
+                    found = cursor.next()
+                    continue
+                yield Namespace.unpack(name)
                 found = cursor.set_range(name[:NAMESPACE_BYTES] + b"\xff" * (KEY_BYTES + 1))
 
     def count(self) -> int | IndexFailed:
