@@ -38,6 +38,7 @@ MAX_HEADER_BYTES = 64 * 2**20
 MAX_BLOCK_BYTES = 2**34
 MAX_EXTRA_BYTES = 4_096
 MAX_EXTRAS = 256
+MAX_POSITION = 2**48  # tokens before an extent
 PLAIN = ""  # the only codec of version 1: blocks as they lie in the arena
 
 _PREFIX = struct.Struct("<8s4I32s")
@@ -50,7 +51,6 @@ def _described(meaning: str, unit: str, **limits: Any) -> Meta:
 
 
 _Digest = Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)
-_Position = Meta(ge=0, lt=2**48)
 _BlockIndex = Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]
 _Extra = Annotated[bytes, Meta(max_length=MAX_EXTRA_BYTES)]
 
@@ -70,7 +70,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ]
     first_token: Annotated[
         int,
-        _described("position of the first token in its prompt, a multiple of `block_tokens`", "tokens", ge=0, lt=2**48),
+        _described(
+            "position of the first token in its prompt, a multiple of `block_tokens`", "tokens", ge=0, lt=MAX_POSITION
+        ),
     ]
     block_tokens: Annotated[int, _described("tokens in a block", "tokens", ge=1, le=2**20)]
     keys: Annotated[

@@ -88,7 +88,7 @@ def decode_row(name: bytes, value: bytes | bytearray | memoryview) -> IndexedFil
         return None
     try:
         return _decode(memoryview(value)[_CHECKSUM.size :])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

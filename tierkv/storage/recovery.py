@@ -18,6 +18,7 @@ all folders are flushed first, by several threads: one after the other each woul
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.catalog import Catalog, Change, DropRow, IndexFailed, PutRow
 from tierkv.storage.directory import DataDirectory
+from tierkv.storage.format import ALIGN_BYTES, MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_HEADER_BYTES, MAX_POSITION, stored_bytes
 from tierkv.storage.header_pool import FILES_OF_A_JOB, HeaderPool
 from tierkv.storage.header_reader import Finding, HeaderJob, Outcome, Unusable, Usable
 from tierkv.storage.index_row import IndexedFile, Namespace
@@ -57,6 +59,7 @@ KEY_BYTES_OF_A_REPORT = 2**20  # what bounds a report of long extents
 CHANGES_OF_A_COMMIT = 5_000
 PROGRESS_SECONDS = 0.25
 FLUSH_THREADS = 8
+MAX_HITS = 2**48
 
 Emit = Callable[[Report], None]
 
@@ -227,7 +230,7 @@ class _Recovery:
                         wanted.append(key)
                     elif (status := self._status(entry, parts)) is None:
                         continue
-                    elif indexed.describes(status) and _is_sound(indexed.row, key):
+                    elif indexed.describes(status) and _is_sound(indexed.row, key, namespace.group):
                         whole.append(indexed.row)
                     else:
                         wanted.append(key)
@@ -391,6 +394,23 @@ class _Recovery:
             log.warning("skipped: %d more", self._strays.unreadable - len(self._strays.problems))
 
 
-def _is_sound(row: ExtentRow, key: bytes) -> bool:
-    """Whether a row can be what it says: an index may decode and still not be one that we wrote."""
-    return row.key == key and row.keys[:KEY_BYTES] == key and len(row.keys) % KEY_BYTES == 0 and row.block_bytes > 0
+def _is_sound(row: ExtentRow, key: bytes, group: bytes) -> bool:
+    """Whether a row can be what it says: an index may decode and still not be one that we wrote. What a reader of the
+    file's header would refuse is not believed here either."""
+    blocks, rest = divmod(len(row.keys), KEY_BYTES)
+    header_bytes = row.file_bytes - blocks * stored_bytes(row.block_bytes)
+    return (
+        row.key == key
+        and row.keys[:KEY_BYTES] == key
+        and rest == 0
+        and blocks <= MAX_BLOCKS
+        and 1 <= row.block_bytes <= MAX_BLOCK_BYTES
+        and ALIGN_BYTES <= header_bytes <= MAX_HEADER_BYTES
+        and header_bytes % ALIGN_BYTES == 0
+        and len(row.parent) == KEY_BYTES
+        and 0 <= row.first_token < MAX_POSITION
+        and (row.first_token == 0) == (row.parent == group)
+        and 0 <= row.created < math.inf
+        and 0 <= row.last_used < math.inf
+        and 0 <= row.hits < MAX_HITS
+    )
