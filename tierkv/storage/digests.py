@@ -54,7 +54,7 @@ class DigestMemory:
             if error.errno_name != "ENOENT":
                 log.warning("remembered digests can't be read, hashing again: %s", error)
             return None
-        except (ForeignFile, msgspec.DecodeError, ValueError):
+        except (ForeignFile, msgspec.DecodeError, ValueError, RecursionError):
             return None
         return digest if entry.stat == stat and entry.check == _check(stat, digest) else None
 

@@ -85,7 +85,7 @@ def read_model(directory: DataDirectory, fingerprint: str) -> ModelFile | None:
 def _read(directory: DataDirectory, folder: Parts, file: str) -> bytes | None:
     try:
         with directory.folder(folder) as folder_fd, open_regular(folder_fd, file) as (fd, found):
-            return call("read", os.read, fd, MAX_FILE_BYTES) if found.st_size <= MAX_FILE_BYTES else None
+            return call("read", os.read, fd, found.st_size) if found.st_size <= MAX_FILE_BYTES else None
     except StorageError as error:
         if error.errno_name != "ENOENT":
             raise

@@ -24,7 +24,9 @@ from tierkv.storage.names import QUARANTINE, ExtentName
 from tierkv.storage.system_calls import call
 
 _TIME = "%Y%m%dT%H%M%S.%fZ"
-_NAME = re.compile(r"(\d{8}T\d{6}\.\d{6}Z)-([a-z_]+)-(\d+)-([0-9a-f]{64})-(\d+)-([0-9a-f]{64})\.kv")
+_NAME = re.compile(
+    r"([0-9]{8}T[0-9]{6}\.[0-9]{6}Z)-([a-z_]{1,32})-([0-9]{1,15})-([0-9a-f]{64})-([0-9]{1,5})-([0-9a-f]{64})\.kv"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _read_stamp(path: Path, root_fd: int) -> bytes | None:
 def _check_stamp(path: Path, raw: bytes) -> Stamp:
     try:
         stamp = msgspec.json.decode(raw, type=Stamp)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataDirectoryError(
             f"{path / FORMAT} is damaged ({error}); if this is a data directory of tierkv, restore that file, or empty"
             " the directory to start anew"
