@@ -67,9 +67,15 @@ def index_of(directory: DataDirectory) -> Iterator[Catalog]:
         yield catalog
 
 
-def start(directory: DataDirectory, *, now: float | None = None, clock: Callable[[], float] = time.monotonic) -> Start:
+def start(
+    directory: DataDirectory,
+    *,
+    now: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    quarantine_bytes: int = 2**20,
+) -> Start:
     reports: list[Report] = []
-    quarantine = Quarantine(directory, max_bytes=2**20, max_age_seconds=1e9)
+    quarantine = Quarantine(directory, max_bytes=quarantine_bytes, max_age_seconds=1e9)
     with index_of(directory) as catalog:
         moment = time.time() if now is None else now
         recovered = recover(directory, catalog, quarantine, emit=reports.append, now=moment, clock=clock)
