@@ -234,7 +234,7 @@ class _Recovery:
                         whole.append(indexed.row)
                     else:
                         wanted.append(key)
-                        if _is_sound(indexed.row, key):
+                        if _is_sound(indexed.row, key, namespace.group):
                             self._uses[prefix + key] = indexed.row
         except StorageError as error:
             self._strays.note(error, parts)
