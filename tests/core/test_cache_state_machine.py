@@ -900,7 +900,9 @@ class CacheMachine(RuleBasedStateMachine):
         is_writable = draw.draw(st.sampled_from([True, True, False]))
         self.overhead = overhead = draw.draw(st.sampled_from([0, 0, PAGE, 4 * PAGE]))
         reason = None if is_writable else Reason.READ_ONLY
-        self.absorb(self.state.report(TierHealth(is_writable, overhead, free_bytes=1 << 30, reason=reason), self.now))
+        is_readable = draw.draw(st.sampled_from([True, True, True, False]))
+        health = TierHealth(is_writable, overhead, free_bytes=1 << 30, reason=reason, readable=is_readable)
+        self.absorb(self.state.report(health, self.now))
 
     def the_disk_is_scrubbed(self, draw: st.DataObject) -> None:
         """An operator has files verified; one is found bad and set aside."""

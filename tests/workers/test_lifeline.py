@@ -17,7 +17,7 @@ def run_python(script: str) -> subprocess.Popen[str]:
 
 def test_a_thread_that_returns_is_no_death() -> None:
     dead: list[str] = []
-    start_thread("short", lambda: None, on_death=dead.append).join(SECONDS)
+    start_thread("scrub", lambda: None, on_death=dead.append).join(SECONDS)
     assert dead == []
 
 
@@ -36,7 +36,7 @@ def test_a_thread_that_dies_takes_its_process_with_it() -> None:
     script = """
 import threading
 from tierkv.workers.lifeline import start_thread
-start_thread("fragile", lambda: 1 / 0)
+start_thread("flusher", lambda: 1 / 0)
 threading.Event().wait(60)
 """
     with run_python(script) as process:

@@ -73,7 +73,7 @@ def test_running_out_of_inodes_closes_it_and_says_so() -> None:
     gate = TierGate(reserve_bytes=0)
     gate.look(space(100 * MIB, free_inodes=19))
     assert gate.closed is not None
-    assert gate.closed.reason == Reason.DISK_FULL
+    assert gate.closed.reason == Reason.NO_INODES
     assert "inodes" in gate.closed.problem
     gate.look(space(100 * MIB, free_inodes=20))
     assert gate.closed is None

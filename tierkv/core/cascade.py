@@ -80,6 +80,7 @@ class Cascade:
         self._stranded_bytes = 0  # part of overhead_bytes: files that this start can neither use nor rule out
         self.is_writable = True
         self.why_not_writable: Reason | None = None
+        self.is_readable = True  # a disk that does not answer a read is not asked for more
         self.is_worker_up = False
         self.is_open = False  # recovery is over
         self.progressed: list[Extent] = []  # extents whose file or host copies changed: leases and seals may be due
@@ -592,9 +593,17 @@ class Cascade:
 
     def want_read(self, extent: Extent, rank: int, blocks: int, now: float) -> None:
         """Have the first `blocks` blocks of a rank in host memory, as soon as room and the drive permit."""
+        if not self.is_readable:
+            self._cant_be_read(extent)
+            return
         wanted = (extent, rank)
         self._reads_wanted[wanted] = max(blocks, self._reads_wanted.get(wanted, 0))
         self._pump_reads(now)
+
+    def _cant_be_read(self, extent: Extent) -> None:
+        """Whoever waits for it gets what is in host memory, now."""
+        self.read_problems[extent] = Reason.IO_STUCK
+        self.progressed.append(extent)
 
     def is_reading(self, extent: Extent, rank: int) -> bool:
         return rank in extent.reading or (extent, rank) in self._reads_wanted
@@ -778,6 +787,9 @@ class Cascade:
     def health(self, report: TierHealth, now: float) -> None:
         self.overhead_bytes = report.overhead_bytes + self._stranded_bytes
         was_writable = self.is_writable
+        self.is_readable = report.readable
+        if not report.readable:
+            self._stop_reading()
         self.is_writable = report.writable
         self.why_not_writable = None if report.writable else (report.reason or Reason.NVME_DEGRADED)
         if was_writable and not report.writable:
@@ -792,6 +804,14 @@ class Cascade:
                     self._unwritten[extent] = True
         self.shrink(now)
         self.pump(now)
+
+    def _stop_reading(self) -> None:
+        """What was asked of the disk keeps its slots until it comes back; nobody waits for it, and nothing follows."""
+        waiting = [op.extent for op in self._ops.values() if isinstance(op, _ReadOp)]
+        waiting += [extent for extent, _ in self._reads_wanted]
+        self._reads_wanted.clear()
+        for extent in waiting:
+            self._cant_be_read(extent)
 
     def _new_op(self, op: _WriteOp | _RemoveOp | _ReadOp) -> int:
         number = self._next_op

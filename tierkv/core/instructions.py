@@ -286,7 +286,11 @@ class TierHealth(Report, frozen=True, tag=True):
     """About once a second, and whenever it changes: can be written to or not, and what lies beside the extents.
 
     `overhead_bytes` counts index, quarantine, temp files and what else of ours takes room; `free_bytes` is what the
-    file system says. `errors` counts failures since start by "operation errno-name"."""
+    file system says. `errors` counts failures since start by "operation errno-name", `last_error` is the last of them
+    in words. `readable` false: a read has not come back for long, so that no others are to be sent after it;
+    `read_problem` is why files can't be read, where they can't. `index_problem`: the index is not written, which costs
+    time at the next start and nothing else. `spare_inodes`: how many more files the file system takes before its
+    reserve of inodes is touched, None where it counts none."""
 
     writable: bool
     overhead_bytes: int
@@ -297,6 +301,15 @@ class TierHealth(Report, frozen=True, tag=True):
     quarantined_bytes: int = 0
     index_bytes: int = 0
     errors: dict[str, int] = {}
+    last_error: str = ""
+    readable: bool = True
+    read_problem: str = ""
+    index_problem: str = ""
+    spare_inodes: int | None = None
+
+
+class Alive(Report, frozen=True, tag=True):
+    """About once a second when nothing else was said: the process runs, and hears."""
 
 
 class ScrubProgress(Report, frozen=True, tag=True):
@@ -388,6 +401,7 @@ AnyReport = (
     | RemoveDone
     | OpFailed
     | TierHealth
+    | Alive
     | ScrubProgress
     | PurgeRecorded
     | PurgeSwept

@@ -175,7 +175,9 @@ class Leases:
         self._grant(lease, resident, now)
 
     def _is_progress_due(self, lease: LeaseState) -> bool:
-        """The first stretch that is not there yet is being read."""
+        """The first stretch that is not there yet is being read, by a disk that answers."""
+        if not self._cascade.is_readable:
+            return False
         for segment in lease.path:
             missing = [rank for rank in lease.ranks if len(segment.extent.slots[rank]) < segment.blocks]
             if missing:

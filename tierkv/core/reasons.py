@@ -29,7 +29,11 @@ class Reason(StrEnum):
     # input and output
     IO_ERROR = "io_error"
     DISK_FULL = "disk_full"
+    NO_INODES = "no_inodes"  # bytes are free, places for files are not
     READ_ONLY = "read_only"
+    TOO_MANY_FILES = "too_many_files"  # the limit of open files of the process, or of the machine
+    NO_ACCESS = "no_access"  # permissions
+    IO_STUCK = "io_stuck"  # the disk does not answer
     DATA_DIR_GONE = "data_dir_gone"  # removed or replaced under a running node
     WORKER_DIED = "worker_died"
     # grants and sessions

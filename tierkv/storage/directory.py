@@ -160,6 +160,25 @@ class DataDirectory:
             return False  # whatever the reason, it can't be found where it was
         return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
+    def find_loss(self, lock_fd: int = -1) -> str:
+        """What was taken away under a running node, in words; empty while all is in its place: the directory at `path`
+        is the one that was opened, with its FORMAT, and with the lock that is open as `lock_fd`. Raises StorageError
+        when it can't be said: then it is not known to be gone."""
+        mine = call("fstat", os.fstat, self._root_fd)
+        named = _status(self.path, None)
+        if named is None:
+            return f"{self.path} was removed or moved while in use"
+        if (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino):
+            return f"{self.path} was replaced while in use: another directory has its name"
+        if _status(FORMAT, self._root_fd) is None:
+            return f"{self.path} was emptied while in use: its {FORMAT} is gone"
+        if lock_fd < 0:
+            return ""
+        held, lock = call("fstat", os.fstat, lock_fd), _status(LOCK, self._root_fd)
+        if lock is None or (lock.st_dev, lock.st_ino) != (held.st_dev, held.st_ino):
+            return f"{self.path} has lost its {LOCK}, which this node holds: another node could start in it"
+        return ""
+
     def space(self) -> Space:
         found = call("statvfs", os.fstatvfs, self._root_fd)
         unit = found.f_frsize
@@ -364,3 +383,13 @@ def _remove_if_abandoned(folder_fd: int, name: str) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _status(path: str | Path, dir_fd: int | None) -> os.stat_result | None:
+    """None for what is not there. Raises StorageError."""
+    try:
+        return call("stat", os.stat, path, dir_fd=dir_fd, follow_symlinks=False)
+    except StorageError as error:
+        if error.errno_name in ("ENOENT", "ENOTDIR"):
+            return None
+        raise

@@ -27,6 +27,10 @@ _REASONS = {
     errno.EDQUOT: Reason.DISK_FULL,
     errno.EROFS: Reason.READ_ONLY,
     errno.ENOENT: Reason.NOT_FOUND,
+    errno.EMFILE: Reason.TOO_MANY_FILES,
+    errno.ENFILE: Reason.TOO_MANY_FILES,
+    errno.EACCES: Reason.NO_ACCESS,
+    errno.EPERM: Reason.NO_ACCESS,
 }
 
 

@@ -14,6 +14,7 @@ from tierkv.errors import StorageError
 from tierkv.storage.names import Parts
 from tierkv.storage.system_calls import Failure
 from tierkv.workers.lifeline import OnDeath, end_process, start_thread
+from tierkv.workers.roll import Roll
 
 Then = Callable[[Failure | None], Report]
 """Makes the report of an operation whose directories were flushed, or why they could not be."""
@@ -28,7 +29,9 @@ class Flusher:
         report: Callable[[Sequence[Report]], None],
         *,
         on_death: OnDeath = end_process,
+        roll: Roll | None = None,
     ) -> None:
+        self._post = (roll or Roll()).post("flusher")
         self._flush = flush
         self._report = report
         self._waiting: list[tuple[tuple[Parts, ...], Then]] = []
@@ -80,7 +83,8 @@ class Flusher:
     def _flush_or_parent(self, folder: Parts) -> Failure | None:
         """A folder that is gone has nothing left to make durable but that it is gone: that is its parent's."""
         try:
-            self._flush(folder)
+            with self._post.at("flush"):
+                self._flush(folder)
         except StorageError as error:
             if error.errno_name == "ENOENT" and folder:
                 return self._flush_or_parent(folder[:-1])

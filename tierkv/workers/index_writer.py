@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from tierkv.storage.catalog import Catalog, Change, IndexFailed
 from tierkv.workers.lifeline import OnDeath, end_process, start_thread
+from tierkv.workers.roll import Roll
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,16 @@ class IndexWriter:
         catalog: Catalog,
         *,
         failed: Callable[[str], None] = lambda problem: None,
+        worked: Callable[[], None] = lambda: None,
         gather_seconds: float = GATHER_SECONDS,
         on_death: OnDeath = end_process,
+        roll: Roll | None = None,
     ) -> None:
-        """`failed` is told about each commit that did not happen."""
+        """`failed` is told about each commit that did not happen, `worked` about the first that did after one."""
+        self._post = (roll or Roll()).post("index-writer")
         self._catalog = catalog
         self._failed = failed
+        self._worked = worked
         self._gather_seconds = gather_seconds
         self._waiting: list[Change] = []
         self._is_busy = False
@@ -80,7 +85,8 @@ class IndexWriter:
                 self._changed.wait_for(self._has_gathered, self._gather_seconds)
                 changes, self._waiting = self._waiting, []
                 self._is_busy = True
-            self._commit(changes)
+            with self._post.at("index commit"):
+                self._commit(changes)
 
     def _has_gathered(self) -> bool:
         return len(self._waiting) >= CHANGES_OF_A_COMMIT or self._is_hurried or self._is_closed
@@ -93,5 +99,6 @@ class IndexWriter:
             if not self._was_failing:
                 log.warning("%d rows were not written to the index: %s", len(changes), answer.problem)
         elif self._was_failing:
+            self._worked()
             log.info("the index is written again")
         self._was_failing = failing

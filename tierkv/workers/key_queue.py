@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 from tierkv.workers.lifeline import OnDeath, end_process, start_thread
+from tierkv.workers.roll import Post, Roll
 
 FAIR_TURN = 16
 
@@ -96,7 +98,16 @@ class KeyOrder:
 class KeyQueue:
     """Threads that work off a KeyOrder. Closing it lets the running operations end and drops the waiting ones."""
 
-    def __init__(self, *, num_threads: int, max_waiting: int = 4_096, on_death: OnDeath = end_process) -> None:
+    def __init__(
+        self,
+        *,
+        num_threads: int,
+        max_waiting: int = 4_096,
+        on_death: OnDeath = end_process,
+        roll: Roll | None = None,
+    ) -> None:
+        """`roll` is where each thread says what it is at; one of its own where nobody reads it."""
+        self._roll = roll or Roll()
         self._order = KeyOrder(num_threads)
         self._max_waiting = max_waiting
         self._is_closed = False
@@ -104,7 +115,8 @@ class KeyQueue:
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
         self._threads = [
-            start_thread(f"io-{number}", self._work_off, on_death=on_death) for number in range(num_threads)
+            start_thread(f"io-{number}", partial(self._work_off, self._roll.post(f"io-{number}")), on_death=on_death)
+            for number in range(num_threads)
         ]
 
     def submit(self, operation: Operation, *, timeout_seconds: float) -> bool:
@@ -135,7 +147,7 @@ class KeyQueue:
     def _has_room(self) -> bool:
         return self._order.num_waiting < self._max_waiting or self._is_closed
 
-    def _work_off(self) -> None:
+    def _work_off(self, post: Post) -> None:
         while True:
             with self._lock:
                 operation = self._order.take()
@@ -145,7 +157,8 @@ class KeyQueue:
                 if operation is None or self._is_closed:
                     return
                 self._progress.notify_all()  # there is room for another one now
-            operation.run()
+            with post.at(operation.urgency.name.lower()):
+                operation.run()
             with self._lock:
                 self._order.finish(operation)
                 self._work.notify_all()  # the next of this key, and what had to yield

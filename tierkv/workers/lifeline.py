@@ -13,6 +13,9 @@ import signal
 import threading
 from collections.abc import Callable
 
+from tierkv.core.loops import is_known
+from tierkv.errors import BrokenInvariant
+
 log = logging.getLogger(__name__)
 
 EXIT_THREAD_DIED = 70
@@ -31,7 +34,10 @@ def end_process(thread_name: str) -> None:
 
 
 def start_thread(name: str, target: Callable[[], None], *, on_death: OnDeath = end_process) -> threading.Thread:
-    """A thread without which the process is of no use: when `target` raises, `on_death` is called."""
+    """A thread without which the process is of no use: when `target` raises, `on_death` is called. `name` is that of a
+    loop in core/loops.py."""
+    if not is_known(name):
+        raise BrokenInvariant(f"thread {name!r} has no line in tierkv/core/loops.py")
 
     def live() -> None:
         try:

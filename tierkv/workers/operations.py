@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ from tierkv.workers.files import Files
 from tierkv.workers.flusher import Flusher, Then
 from tierkv.workers.groups import Groups
 from tierkv.workers.index_writer import IndexWriter
+from tierkv.workers.quiet_log import QuietLog
 from tierkv.workers.tier_gate import Closed, TierGate
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,9 @@ class Operations:
         times: CoarseTimes,
         report: Callable[[Sequence[Report]], None],
         now: Callable[[], float],
+        quiet: QuietLog | None = None,
     ) -> None:
+        self._quiet = quiet or QuietLog(log)
         self._directory = directory
         self._arena = arena
         self._files = files
@@ -96,7 +100,7 @@ class Operations:
             self._groups.make(opened.identity.weights, opened.group)
         except StorageError as error:
             self._gate.write_failed(Failure.of(error), 0)
-            log.warning("the folder of group %s was not made: %s", opened.group.hex(), error)
+            self._warn("groups not made", error, f"the folder of group {opened.group.hex()} was not made: {error}")
 
     # ---------------------------------------------------------------- write
 
@@ -141,7 +145,10 @@ class Operations:
     def _write_failed(self, write: Write, name: ExtentName, failure: Failure, expected: int) -> Report:
         if failure.errno_name:
             self._gate.write_failed(failure, expected)
-        log.warning("%s was not written: %s: %s", name, failure.operation, failure.problem)
+        self._quiet.warning(
+            f"extents not written ({failure.operation} {failure.errno_name})",
+            f"{name} was not written: {failure.operation}: {failure.problem}",
+        )
         return OpFailed(write.op, failure.reason, failure.problem)
 
     def _put_row(self, write: Write, name: ExtentName, written: WrittenFile) -> None:
@@ -180,8 +187,7 @@ class Operations:
         started = time.monotonic()
         name = ExtentName.of(read)
         outcome = self._files.read(self._directory, self._arena, read, self._identity_for(read))
-        if outcome.failure is not None:
-            self._gate.count(outcome.failure)
+        self._note_reading(outcome)
         return ReadDone(
             op=read.op,
             valid=outcome.valid,
@@ -191,6 +197,17 @@ class Operations:
             tokens=outcome.tokens,
             extras=outcome.extras,
         )
+
+    def _note_reading(self, outcome: ReadOutcome) -> None:
+        if outcome.failure is None:
+            self._gate.read_succeeded()
+        elif outcome.reason == Reason.NOT_FOUND:
+            self._gate.count(outcome.failure)
+        else:
+            self._gate.read_failed(outcome.failure)
+            failure = outcome.failure
+            kind = f"extents not read ({failure.operation} {failure.errno_name})"
+            self._quiet.warning(kind, f"an extent was not read: {failure.operation}: {failure.problem}")
 
     def _identity_for(self, read: Read) -> Identity | None:
         """None where it is not known: the header's own digest of it is compared in any case."""
@@ -204,12 +221,14 @@ class Operations:
         """Whether there is nothing to read under that name any more. A damaged file is set aside; where that fails, it
         is still not to be asked for again."""
         if outcome.damaged:
-            log.warning("%s is damaged (%s): %s", name, outcome.reason, outcome.problem)
+            self._quiet.warning(
+                f"damaged extents ({outcome.reason})", f"{name} is damaged ({outcome.reason}): {outcome.problem}"
+            )
             try:
                 self._set_aside(name, outcome.reason or Reason.BAD_HEADER)
             except StorageError as error:
                 self._gate.count(Failure.of(error))
-                log.warning("%s can't be set aside: %s", name, error)
+                self._warn("damaged extents that can't be set aside", error, f"{name} can't be set aside: {error}")
             return True
         if outcome.reason in _GONE:
             self._index.add(DropRow(_row_name(name)))
@@ -270,7 +289,7 @@ class Operations:
 
     def _remove_failed(self, op: int, name: ExtentName, error: StorageError) -> Report:
         self._gate.count(Failure.of(error))
-        log.warning("%s was not removed: %s", name, error)
+        self._warn("extents not removed", error, f"{name} was not removed: {error}")
         return OpFailed(op, Reason(error.reason), str(error))
 
     # ---------------------------------------------------------------- touch
@@ -306,7 +325,9 @@ class Operations:
             self._gate.count(verified.failure)
         if not verified.damaged:
             return Checked(verified, False)
-        log.warning("%s is damaged (%s): %s", name, verified.reason, verified.problem)
+        self._quiet.warning(
+            f"damaged extents ({verified.reason})", f"{name} is damaged ({verified.reason}): {verified.problem}"
+        )
         try:
             return Checked(verified, repair and self._set_aside(name, verified.reason or Reason.CHECKSUM))
         except StorageError as error:
@@ -314,6 +335,9 @@ class Operations:
             return Checked(verified, False)
 
     # ---------------------------------------------------------------- answering
+
+    def _warn(self, what: str, error: StorageError, text: str) -> None:
+        self._quiet.warning(f"{what} ({error.operation} {error.errno_name})", text)
 
     def _answer(
         self,
@@ -325,8 +349,11 @@ class Operations:
         """Report what `work` comes to. An exception that nobody foresaw fails this operation alone."""
         try:
             report = work()
-        except Exception as error:  # a bug met by one extent must not take the worker, and all others' bytes, with it
-            log.exception("%s of %s failed", what, key.hex())
+        # A bug met by one extent must not take the worker, and all others' bytes, with it.
+        except Exception as error:  # noqa: BLE001 - told with its trace, once in a while if there are many
+            self._quiet.warning(
+                f"{what} met a bug ({type(error).__name__})", f"{what} of {key.hex()} failed: {traceback.format_exc()}"
+            )
             report = failed(Reason.IO_ERROR, f"{type(error).__name__}: {error}") if failed is not None else None
         if report is not None:
             self._report([report])

@@ -5,7 +5,7 @@
     channel -> main thread -> queue, one extent's operations in order -> io threads -> files
                                                                        -> flusher: directories, then WriteDone
                                                                        -> index writer: rows, in groups
-    health thread: TierHealth;  scrub thread, while there is a scrub;  supervisor-watch: ends the process
+    health: TierHealth;  pulse: a sign of life, what is stuck;  scrub, while there is one;  supervisor-watch: the end
 
 At the start it recovers what is on disk and tells the front, before it reads the first instruction. It ends by Stop,
 when the front or the supervisor is gone, or as a whole when one of its threads dies.
@@ -57,6 +57,9 @@ from tierkv.workers.index_writer import IndexWriter
 from tierkv.workers.key_queue import KeyQueue, Operation, Urgency
 from tierkv.workers.lifeline import EXIT_THREAD_DIED, OnDeath, end_process, end_with_parent, end_with_pipe
 from tierkv.workers.operations import Operations
+from tierkv.workers.pulse import RECEIVER, Pulse
+from tierkv.workers.quiet_log import QuietLog
+from tierkv.workers.roll import Roll
 from tierkv.workers.scrubber import Scrubber
 from tierkv.workers.tier_gate import TierGate
 from tierkv.workers.tier_health import PERIOD_SECONDS, HealthWatch
@@ -92,6 +95,11 @@ class StorageWorker:
         self._files = files or Files()
         self._stack = ExitStack()
         self._now = _node_clock(config)
+        self._spoke = False
+        self._roll = Roll()
+        self._post = self._roll.post(RECEIVER)
+        self._quiet = QuietLog(log)
+        self._index_problem = ""
         try:
             self._open(config, arena, health_seconds, on_death)
         except BaseException:
@@ -118,14 +126,31 @@ class StorageWorker:
             self._gate,
             self._report,
             self._now,
+            lock_fd=config.lock_fd,
             period_seconds=health_seconds,
             on_death=on_death,
+            roll=self._roll,
+            quiet=self._quiet,
+            index_problem=lambda: self._index_problem,
         )
-        self._index = IndexWriter(self._catalog, failed=self._index_failed, on_death=on_death)
+        self._pulse = Pulse(
+            self._roll,
+            self._gate,
+            self._report,
+            has_spoken=self._has_spoken,
+            tell=self._health.tell,
+            period_seconds=health_seconds,
+            stuck_seconds=config.stuck_seconds,
+            on_death=on_death,
+        )
+        self._stack.callback(self._pulse.close, CLOSE_SECONDS)
+        self._index = IndexWriter(
+            self._catalog, failed=self._index_failed, worked=self._index_worked, on_death=on_death, roll=self._roll
+        )
         self._stack.callback(self._index.close, CLOSE_SECONDS)
-        self._flusher = Flusher(partial(self._files.flush, directory), self._report, on_death=on_death)
+        self._flusher = Flusher(partial(self._files.flush, directory), self._report, on_death=on_death, roll=self._roll)
         self._stack.callback(self._flusher.close, CLOSE_SECONDS)
-        self._queue = KeyQueue(num_threads=config.io_threads, on_death=on_death)
+        self._queue = KeyQueue(num_threads=config.io_threads, on_death=on_death, roll=self._roll)
         self._stack.callback(self._queue.close, CLOSE_SECONDS)
         self._operations = Operations(
             directory=directory,
@@ -139,6 +164,7 @@ class StorageWorker:
             times=self._times,
             report=self._report,
             now=self._now,
+            quiet=self._quiet,
         )
         self._scrubber = Scrubber(directory, self._operations, self._queue, self._report, on_death=on_death)
         self._stack.callback(self._scrubber.end)
@@ -167,7 +193,8 @@ class StorageWorker:
                 if isinstance(instruction, Stop):
                     self._stop(instruction)
                     return
-                self._take(instruction)
+                with self._post.at(type(instruction).__name__):
+                    self._take(instruction)
         log.info("the front is gone")
 
     # ---------------------------------------------------------------- start
@@ -274,12 +301,21 @@ class StorageWorker:
     # ---------------------------------------------------------------- reports
 
     def _report(self, reports: Sequence[Report]) -> None:
+        self._spoke = True
         self._channel.send(reports, timeout_seconds=SEND_SECONDS)
         if any(isinstance(report, OpFailed) for report in reports):
             self._health.wake()
 
+    def _has_spoken(self) -> bool:
+        spoke, self._spoke = self._spoke, False
+        return spoke
+
     def _index_failed(self, problem: str) -> None:
+        self._index_problem = problem
         self._gate.count(Failure(Reason.IO_ERROR, "index", "", problem))
+
+    def _index_worked(self) -> None:
+        self._index_problem = ""
 
 
 def _check_lock(config: WorkerConfig) -> None:

@@ -8,18 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tierkv.core.instructions import Report, TierHealth
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.catalog import Catalog
-from tierkv.storage.directory import PAGE_BYTES, DataDirectory
+from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Space
 from tierkv.storage.names import DIGESTS, TEMP, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
 from tierkv.storage.walk import Strays, find_groups
 from tierkv.workers.lifeline import OnDeath, end_process, start_thread
-from tierkv.workers.tier_gate import Closed, TierGate
+from tierkv.workers.quiet_log import QuietLog
+from tierkv.workers.roll import Roll
+from tierkv.workers.tier_gate import Closed, TierGate, reserved_inodes
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +50,20 @@ class HealthWatch:
         report: Callable[[Sequence[Report]], None],
         now: Callable[[], float],
         *,
+        lock_fd: int = -1,
         period_seconds: float = PERIOD_SECONDS,
         on_death: OnDeath = end_process,
+        roll: Roll | None = None,
+        quiet: QuietLog | None = None,
+        index_problem: Callable[[], str] = lambda: "",
     ) -> None:
+        """`lock_fd` is the lock that this node holds, to be found in the directory; -1 where nobody looks. `quiet` is
+        told each period to say what it has counted."""
+        self._lock_fd = lock_fd
+        self._post = (roll or Roll()).post("health")
+        self._quiet = quiet
+        self._index_problem = index_problem
+        self._last: TierHealth | None = None
         self._directory = directory
         self._catalog = catalog
         self._quarantine = quarantine
@@ -57,6 +72,8 @@ class HealthWatch:
         self._now = now
         self._period_seconds = period_seconds
         self._on_death = on_death
+        self._space = Space(0, 0, 0, 0)
+        self._telling = threading.Lock()
         self._was_closed: Closed | None = None
         self._periods = 0
         self._described_bytes = described_bytes(directory)
@@ -90,47 +107,79 @@ class HealthWatch:
 
     def look(self) -> None:
         """One look, and one report."""
-        free_bytes = self._look_at_room()
+        with self._post.at("look"):
+            self._last = self._look()
+        self.tell()
+        if self._quiet is not None:
+            self._quiet.tell_counted()
+
+    def tell(self) -> None:
+        """Report what was seen last, with the gate as it is now: also while a look does not come back. From any
+        thread; nothing before the first look."""
+        last, closed = self._last, self._gate.closed
+        if last is None:
+            return
+        self._log(closed)
+        health = msgspec.structs.replace(
+            last,
+            writable=closed is None,
+            reason=None if closed is None else closed.reason,
+            problem="" if closed is None else closed.problem,
+            errors=self._gate.errors,
+            last_error=self._gate.last_error,
+            readable=not self._gate.is_read_stuck,
+            read_problem=self._gate.read_problem,
+            index_problem=self._index_problem(),
+        )
+        self._report([health])
+
+    def _look(self) -> TierHealth:
+        space = self._look_at_room()
         self._look_at_faults()
         self._prune()
-        closed = self._gate.closed
-        self._log(closed)
         usage = self._quarantine.usage()
         index_bytes = self._catalog.file_bytes()
         beside = max(0, self._folder_bytes((TEMP,)) - self._gate.writing_bytes) + self._folder_bytes((DIGESTS,))
         growth = GROWTH_BYTES + index_bytes // 8
-        health = TierHealth(
-            writable=closed is None,
+        return TierHealth(
+            writable=True,
             overhead_bytes=index_bytes + usage.num_bytes + beside + self._described_bytes + growth,
-            free_bytes=free_bytes,
-            reason=None if closed is None else closed.reason,
-            problem="" if closed is None else closed.problem,
+            free_bytes=space.free_bytes,
             quarantined_files=usage.files,
             quarantined_bytes=usage.num_bytes,
             index_bytes=index_bytes,
-            errors=self._gate.errors,
+            spare_inodes=_spare_inodes(space),
         )
-        self._report([health])
 
-    def _look_at_room(self) -> int:
+    def _look_at_room(self) -> Space:
+        """What was seen last where it can't be looked at now."""
         try:
-            space = self._directory.space()
+            self._space = self._directory.space()
         except StorageError as error:
             self._gate.count(Failure.of(error))
-            return 0
-        self._gate.look(space)
-        return space.free_bytes
+            return self._space
+        self._gate.look(self._space)
+        return self._space
 
     def _look_at_faults(self) -> None:
-        if not self._directory.is_present():
-            self._gate.close(Reason.DATA_DIR_GONE, f"{self._directory.path} was removed or replaced while in use")
+        if loss := self._loss():
+            self._gate.close(Reason.DATA_DIR_GONE, loss)
             self._probe_at = None
         elif not self._gate.has_fault:
             self._probe_at = None
+        elif self._gate.is_stuck:
+            pass  # a probe would go the same way
         elif self._probe_at is None:  # told first, and probed at the next look
             self._probe_at = time.monotonic() + self._period_seconds / 2
         elif time.monotonic() >= self._probe_at:
             self._probe()
+
+    def _loss(self) -> str:
+        try:
+            return self._directory.find_loss(self._lock_fd)
+        except StorageError as error:  # it can't be said; what is open goes on until it fails itself
+            self._gate.count(Failure.of(error))
+            return ""
 
     def _probe(self) -> None:
         failure = probe(self._directory)
@@ -159,11 +208,19 @@ class HealthWatch:
             return 0
 
     def _log(self, closed: Closed | None) -> None:
-        if closed is not None and (self._was_closed is None or self._was_closed.reason != closed.reason):
+        with self._telling:
+            before, self._was_closed = self._was_closed, closed
+        if closed is not None and (before is None or before.reason != closed.reason):
             log.warning("the NVMe tier is not written to: %s (%s)", closed.problem, closed.reason)
-        elif closed is None and self._was_closed is not None:
+        elif closed is None and before is not None:
             log.info("the NVMe tier is written to again")
-        self._was_closed = closed
+
+
+def _spare_inodes(space: Space) -> int | None:
+    """Twice the reserve is kept: who evicts at that stays clear of where the gate closes."""
+    if not space.total_inodes:
+        return None
+    return space.free_inodes - 2 * reserved_inodes(space.total_inodes)
 
 
 def described_bytes(directory: DataDirectory) -> int:

@@ -18,6 +18,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     only the supervisor holds. `arena_bytes` of the memory at `arena_fd` are mapped. Node time is `wall_zero` plus what
     the monotonic clock has counted since `monotonic_zero`.
 
+    `stuck_seconds`: an operation on a file that takes longer has the tier step down until it comes back.
+
     `sends_rows` false: the front knows the extents already, so that only temp files are cleared at the start.
     `discard_index`: what is there is set aside without opening it. `files` names, as "module:attribute", a callable
     that makes the worker's Files; empty is the real ones, and anything else is for tests.
@@ -38,6 +40,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     quarantine_seconds: float = 7 * 86_400.0
     reserve_bytes: int = 0
     index_map_bytes: int = 64 * 2**20
+    stuck_seconds: float = 20.0
     sends_rows: bool = True
     discard_index: bool = False
     log_level: str = "info"
