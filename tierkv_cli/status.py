@@ -53,11 +53,14 @@ def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
     if status.state == "recovering":
         yield f"recovery        {_recovery(status)}"
     yield from (warn(problem) for problem in status.problems)
+    yield from (f"note: {warning}" for warning in status.warnings)
     yield ""
     yield _tiers(status.tiers)
     yield ""
     yield _held(status)
     yield from _counts(status.counters)
+    yield from _found(status.found)
+    yield from _tier_errors(status.tiers)
     yield ""
     yield _workers(status.workers)
 
@@ -121,6 +124,24 @@ def _counts(counters: dict[str, float]) -> Iterator[str]:
         found = {label: count for label, count in _labelled(counters, name).items() if count}
         if found:
             yield f"{words} {sum(found.values()):,.0f}{_by_label(found)}"
+
+
+def _found(found: dict[str, int]) -> Iterator[str]:
+    """What the start has met and not taken. Nothing of it is an error of the node that runs now."""
+    words = {
+        "set_aside": "damaged and set aside in quarantine/",
+        "foreign": "not tierkv's, left alone",
+        "unknown_format": "of an unknown format, left alone",
+        "unreadable": "unreadable, skipped; tried again at the next start",
+    }
+    if found:
+        yield "found at the start: " + "; ".join(f"{count:,} {words.get(kind, kind)}" for kind, count in found.items())
+
+
+def _tier_errors(tiers: tuple[TierUsage, ...]) -> Iterator[str]:
+    for tier in tiers:
+        if tier.errors:
+            yield f"{tier.tier}: {tier.errors:,} file operations failed; the last one: {tier.last_error}"
 
 
 def _labelled(counters: dict[str, float], name: str) -> dict[str, float]:

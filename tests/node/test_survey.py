@@ -85,7 +85,7 @@ def test_counters_are_flat_and_named_by_reason(durable: Kit) -> None:
 def test_every_metric_can_be_read_from_a_snapshot(durable: Kit) -> None:
     store(durable, 2)
     durable.report(msgspec.structs.replace(HEALTHY, errors={"fsync EIO": 3}))
-    snapshot = durable.survey.snapshot()
+    snapshot = durable.survey.snapshot(durable.now)
     values = {metric.name: dict(metric.read(snapshot)) for metric in METRICS}
     assert values["stored_tokens_total"] == {(): 4}
     assert values["io_errors_total"] == {("fsync", "EIO"): 3}

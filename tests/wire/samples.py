@@ -101,6 +101,9 @@ _TIER = TierUsage(
     quarantined_files=1,
     state="degraded",
     reason="read_only",
+    problem="pwritev failed with EROFS",
+    errors=3,
+    last_error="pwritev EROFS: Read-only file system",
 )
 
 REQUESTS: tuple[Request, ...] = (
@@ -222,6 +225,8 @@ REPLIES: tuple[Reply, ...] = (
                 name="storage", pid=42, state="running", restarts=1, last_heard_seconds=0.25, problem="restarted"
             ),
         ),
+        warnings=("nvme_bytes asks for 2 GiB",),
+        found={"set_aside": 1},
     ),
     WarmupReply(
         id=13,

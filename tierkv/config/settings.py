@@ -77,6 +77,11 @@ class Settings(BaseModel):
         example='"64GiB"',
         topic="How much",
     )
+    read_only: Annotated[bool, named(parse_switch)] = _setting(
+        False,
+        "Serve the files that are in data_dir and change nothing there; what engines store stays in memory. Several "
+        "such nodes can share a directory.",
+    )
     nvme_bytes: Size | None = _setting(
         None,
         "Room in data_dir: extents, temporary files, quarantine and index together. What the disk really has left, "
@@ -163,8 +168,23 @@ class Settings(BaseModel):
         default_text="session_bytes, divided by the number of inline_users",
         example='"4GiB"',
     )
+    hang_seconds: Seconds = _setting(
+        30.0,
+        "A front or storage worker that gives no sign of life for so long is killed and replaced. A disk that does not "
+        "answer is no such case: see stuck_seconds. 0: never.",
+        unit="seconds",
+        topic="Watching",
+    )
+    stuck_seconds: PositiveSeconds = _setting(
+        20.0,
+        "When a single operation on a file takes longer, the NVMe tier steps down until it has come back.",
+        unit="seconds",
+    )
     metrics_port: Annotated[int, named(whole(1, 65_535))] | None = _setting(
-        None, "Port of the Prometheus endpoint.", default_text="none, no endpoint", example="9464", topic="Watching"
+        None,
+        "Port of the HTTP endpoint: /metrics for Prometheus, and /livez, /readyz and /healthz.",
+        default_text="none, no endpoint",
+        example="9464",
     )
     metrics_host: Annotated[str, named(parse_host)] = _setting(
         "127.0.0.1", "Address the Prometheus endpoint listens on. There is no password: mind who can reach it."
@@ -200,6 +220,8 @@ class Settings(BaseModel):
                 f"{_words(self.host_bytes)} is less than one slab (slab_bytes, {_words(self.slab_bytes)}); "
                 f"write more, or a smaller slab_bytes",
             )
+        if self.read_only and self.data_dir is None:
+            raise ConfigError("read_only", "has no effect without data_dir; write data_dir too, or leave it out")
         if self.nvme_bytes is not None:
             self._check_nvme(self.nvme_bytes)
         if self.inline_users:

@@ -35,6 +35,9 @@ IN_VAIN = 10
 """A group that has filled NVMe so many times over without a single hit is told of."""
 
 _WRITE_HOLD = "write"
+_FOLDERS_OF_A_WRITE = 2  # inodes that a file may need beside its own
+_FILES_AT_A_TIME = 8  # evicted beyond what is needed when inodes are short
+_READ_ONLY_RETRY_SECONDS = 30.0  # nothing is removed there until it can be written again, and then at once
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +83,7 @@ class Cascade:
         self._stranded_bytes = 0  # part of overhead_bytes: files that this start can neither use nor rule out
         self.is_writable = True
         self.why_not_writable: Reason | None = None
+        self.spare_files: int | None = None  # that the file system takes before its inodes are short; None: any number
         self.is_readable = True  # a disk that does not answer a read is not asked for more
         self.is_worker_up = False
         self.is_open = False  # recovery is over
@@ -238,7 +242,8 @@ class Cascade:
                 blocked.append(self._write_queue.popleft())  # or the older file's removal would take this one's
                 continue
             need = self._need(extent)
-            verdict = self._room_on_nvme(need, extent.nvme_bytes, now)
+            files = self._ledger.group_of(extent).ranks + _FOLDERS_OF_A_WRITE
+            verdict = self._room_on_nvme(need, extent.nvme_bytes, files, now)
             if verdict is Reason.PENDING:
                 break
             self._write_queue.popleft()
@@ -253,11 +258,13 @@ class Cascade:
         group = self._ledger.group_of(extent)
         return max(extent.nvme_bytes, group.ranks * group.file_bytes(extent.num_blocks))
 
-    def _room_on_nvme(self, need: int, reserved: int, now: float) -> Reason | None:
+    def _room_on_nvme(self, need: int, reserved: int, files: int, now: float) -> Reason | None:
         """None: there is room. PENDING: there will be when removals end. Else why there is none."""
         capacity = self._ledger.limits.nvme_bytes
         if need > capacity - self.overhead_bytes:
             return Reason.LARGER_THAN_TIER
+        if self.spare_files is not None and self.spare_files < files:
+            return self._room_for_files(files, now)
         need -= reserved
         if self._nvme_free() >= need:
             return None
@@ -269,6 +276,17 @@ class Cascade:
         if self._nvme_free() + self.removing_bytes >= need or self._writes_in_flight or self.removing_bytes:
             return Reason.PENDING
         return Reason.NVME_FULL
+
+    def _room_for_files(self, files: int, now: float) -> Reason:
+        """Inodes are short while bytes may be free: files make room for files, in batches."""
+        assert self.spare_files is not None
+        wanted = files + _FILES_AT_A_TIME
+        while self.spare_files + self._files_being_removed() < wanted and self._evict_from_nvme(now):
+            pass
+        return Reason.PENDING if self._files_being_removed() or self._writes_in_flight else Reason.NO_INODES
+
+    def _files_being_removed(self) -> int:
+        return sum(isinstance(op, _RemoveOp) for op in self._ops.values())
 
     def _nvme_free(self) -> int:
         return self._ledger.limits.nvme_bytes - self.overhead_bytes - self.nvme_used - self.nvme_reserved
@@ -307,6 +325,8 @@ class Cascade:
                 )
             )
         self._writes_in_flight += 1
+        if self.spare_files is not None:
+            self.spare_files -= group.ranks
 
     def write_done(self, report: WriteDone, now: float) -> None:
         op = self._ops.get(report.op)
@@ -351,6 +371,7 @@ class Cascade:
             ledger.counts.flushed_extents += 1
             if extent.condemned or not extent.in_tree:
                 extent.move(NvmeEvent.LOST)
+                extent.why_not_there = Reason.REPORTED_BAD
                 self._mark_unwritten(extent, at_once=True)  # what is left of it is good
                 self._issue_removes(extent)
         ledger.unhold(extent, _WRITE_HOLD)
@@ -380,7 +401,7 @@ class Cascade:
         ledger = self._ledger
         num_bytes = ledger.group_of(extent).ranks * extent.num_blocks * ledger.group_of(extent).slot_bytes
         ledger.counts.dropped_writes[reason] += 1
-        extent.why_dropped = reason
+        extent.why_not_there = reason
         ledger.effects.append(
             Dropped(group=extent.group, key=extent.key, blocks=extent.num_blocks, num_bytes=num_bytes, reason=reason)
         )
@@ -431,8 +452,15 @@ class Cascade:
 
     # ---- leaving nvme
 
+    @property
+    def can_remove(self) -> bool:
+        """Where nothing can be written no file can be removed: to evict one would be to forget it for nothing."""
+        return self.why_not_writable is not Reason.READ_ONLY
+
     def _evict_from_nvme(self, now: float) -> bool:
         ledger = self._ledger
+        if not self.can_remove:
+            return False
         victim = ledger.nvme_order.pop()
         while victim is not None and not ledger.may_leave_nvme(victim):
             victim = ledger.nvme_order.pop()
@@ -453,6 +481,7 @@ class Cascade:
             )
         )
         victim.move(NvmeEvent.EVICT)
+        victim.why_not_there = Reason.EVICTED
         self._issue_removes(victim)
         ledger.cut_extent(victim, stays_in_host)
         self._neighbours_changed(victim)
@@ -464,6 +493,9 @@ class Cascade:
             return
         while self._nvme_free() + self.removing_bytes < 0 and self._evict_from_nvme(now):
             pass
+        if self.spare_files is not None and self.spare_files < 0:
+            while self.spare_files + self._files_being_removed() < 0 and self._evict_from_nvme(now):
+                pass
 
     def lose_file(self, extent: Extent, reason: Reason, now: float) -> None:
         """The file of some rank is not there or not right: the extent's files go, and what only they held."""
@@ -472,6 +504,7 @@ class Cascade:
         if extent.nvme is not NvmeState.PRESENT:
             return
         extent.move(NvmeEvent.LOST)
+        extent.why_not_there = reason
         self._issue_removes(extent, Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else None)
         self.cut_safely(extent, extent.host_blocks, now)
         self.read_problems.setdefault(extent, reason)
@@ -572,6 +605,8 @@ class Cascade:
         if not isinstance(op, _RemoveOp):
             return
         del self._ops[report.op]
+        if self.spare_files is not None:
+            self.spare_files += 1
         extent = op.extent
         extent.end_op(report.op)
         if not extent.ops and not any(retry.extent is extent for _, retry in self._retries):
@@ -723,8 +758,9 @@ class Cascade:
             op.aside = None
             del self._ops[report.op]
             op.extent.end_op(report.op)
-            op.extent.why_dropped = report.reason
-            self._retries.append((now + self._ledger.limits.retry_seconds, op))
+            op.extent.why_not_there = report.reason
+            wait = _READ_ONLY_RETRY_SECONDS if report.reason is Reason.READ_ONLY else self._ledger.limits.retry_seconds
+            self._retries.append((now + wait, op))
         elif isinstance(op, _ReadOp):
             self.read_done(ReadDone(op=report.op, valid=0, seconds=0.0, reason=report.reason), now)
 
@@ -787,6 +823,7 @@ class Cascade:
     def health(self, report: TierHealth, now: float) -> None:
         self.overhead_bytes = report.overhead_bytes + self._stranded_bytes
         was_writable = self.is_writable
+        self.spare_files = report.spare_inodes
         self.is_readable = report.readable
         if not report.readable:
             self._stop_reading()
@@ -795,6 +832,7 @@ class Cascade:
         if was_writable and not report.writable:
             self.drop_all_queued(self.why_not_writable or Reason.NVME_DEGRADED, now)
         if not was_writable and report.writable:
+            self._retries = [(now, op) for _, op in self._retries]
             for extent in list(self._unwritten):
                 if not extent.in_tree:
                     del self._unwritten[extent]

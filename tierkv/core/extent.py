@@ -79,7 +79,7 @@ class Extent:
         "slots",
         "tail_used",
         "tokens",
-        "why_dropped",
+        "why_not_there",
     )
 
     def __init__(
@@ -99,7 +99,7 @@ class Extent:
         self.purged = False  # its slots are wiped before anybody else gets them
         self.lost: Reason | None = None  # why its file is to go, once the reads of the other ranks have ended
         self.is_stray = False  # a worker that died may have left a file of it
-        self.why_dropped: Reason | None = None  # of its last write that did not happen
+        self.why_not_there: Reason | None = None  # on NVMe: why its last write did not happen, or its file went
         self.slots: list[list[int]] = [[] for _ in range(ranks)]
         self.nvme = NvmeState.ABSENT
         self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT

@@ -30,6 +30,10 @@ LOOPS: tuple[Loop, ...] = (
         "front", "MainThread", "requests, reports, timers; checks keys, runs what the core is due to do",
         "the front ends, and the supervisor starts a new incarnation",
     ),
+    Loop(
+        "gateway", "MainThread", "serves tenants that are not trusted, where there are any",
+        "it ends, and the supervisor starts another; status calls it dead meanwhile",
+    ),
     Loop("front", "metrics", "the HTTP endpoint of metrics and health", "it is started again, and counted in the log"),
     Loop("storage", "MainThread", "takes instructions from the channel", _WORKER_ENDS),
     Loop("storage", "io", "file operations, several threads", _WORKER_ENDS),

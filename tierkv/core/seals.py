@@ -106,8 +106,10 @@ class Seals:
             return Reason.NVME_OFF
         if any(not ledger.group_of(segment.extent).persistent for segment in seal.path):
             return Reason.NOT_PERSISTENT
-        dropped = (segment.extent.why_dropped for segment in seal.path if segment.extent.nvme is not NvmeState.PRESENT)
-        return self._cascade.why_not_writable or next(filter(None, dropped), Reason.NVME_FULL)
+        dropped = (
+            segment.extent.why_not_there for segment in seal.path if segment.extent.nvme is not NvmeState.PRESENT
+        )
+        return self._cascade.why_not_writable or next(filter(None, dropped), Reason.NVME_DEGRADED)
 
 
 def _still_there(path: list[Segment]) -> list[Segment]:

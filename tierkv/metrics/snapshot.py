@@ -43,6 +43,8 @@ class Snapshot:
     """Everything that is exported, at one instant. Whoever makes one never changes it (or what it holds) afterwards:
     it is read in the endpoint's thread. So `core` is a copy (`copy_counters`), and so are `latencies`.
 
+    `state` and `problems` as `status` tells them, `processes` the state of each, `tier_errors` how many file operations
+    failed and the last of them, in words, by tier; `found` what the last start did not take, by kind.
     `io_errors` is by (operation, errno name), `request_errors` by code, `queues`, `latencies` and `worker_restarts` by
     name.
     """
@@ -51,6 +53,11 @@ class Snapshot:
     incarnation: int = 0
     uptime_seconds: float = 0.0
     ready: bool = False
+    state: str = "recovering"
+    problems: tuple[str, ...] = ()
+    processes: Mapping[str, str] = field(default_factory=dict)
+    tier_errors: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    found: Mapping[str, int] = field(default_factory=dict)
     recovery_seconds: float = 0.0
     core: Counters = field(default_factory=Counters)
     tiers: tuple[TierBytes, ...] = ()

@@ -53,6 +53,31 @@ METRICS: tuple[Declared, ...] = (
     Declared("uptime_seconds", "gauge", "seconds", (), "Age of this front.", _one(lambda s: s.uptime_seconds)),
     Declared("ready", "gauge", "", (), "1 when requests are served, 0 while recovering.", _one(lambda s: s.ready)),
     Declared(
+        "healthy", "gauge", "", (), "1 when nothing is wrong, as /healthz says it.",
+        _one(lambda s: s.state == "ready" and not s.problems),
+    ),
+    Declared(
+        "process_up", "gauge", "", ("worker",), "1 while the process runs and gives signs of life.",
+        lambda s: {(name,): state in ("running", "recovering") for name, state in s.processes.items()},
+    ),
+    Declared(
+        "found_at_start", "gauge", "files", ("kind",),
+        "What the last start met on disk and did not take: set_aside, foreign, unknown_format, unreadable.",
+        _by(lambda s: s.found),
+    ),
+    Declared(
+        "failed_operations_total", "counter", "", ("tier",), "File operations that failed, of any kind.",
+        lambda s: {(tier,): errors for tier, (errors, _) in s.tier_errors.items()},
+    ),
+    Declared(
+        "tier_writable", "gauge", "", ("tier",), "1 while the tier takes new data.",
+        _by_tier(lambda t: t.is_writable),
+    ),
+    Declared(
+        "tier_closed", "gauge", "", ("tier", "reason"), "1, with the reason, while the tier takes no new data.",
+        lambda s: {(tier.tier, tier.reason): 1 for tier in s.tiers if tier.reason},
+    ),
+    Declared(
         "recovery_seconds", "gauge", "seconds", (), "What the last start took to know the files on disk.",
         _one(lambda s: s.recovery_seconds),
     ),

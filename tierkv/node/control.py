@@ -1,8 +1,8 @@
 """What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
 
     supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
-                           SessionEnded, HostLimit, GatewayHeard, Shutdown
-    front -> supervisor    Ready, WorkerRecovered, ReplaceWorker, Drained
+                           SessionEnded, HostLimit, GatewayHeard, Ping, Shutdown
+    front -> supervisor    Ready, Pong, WorkerRecovered, ReplaceWorker, DirectoryGone, Drained
 
 [descriptors] travel with their message (SCM_RIGHTS). The end of the pair says that the other process is gone.
 """
@@ -37,6 +37,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     socket_dir: str
     host_bytes: int
+    read_only: bool
     nvme_bytes: int | None
     nvme_reserve_bytes: int
     slab_bytes: int
@@ -46,6 +47,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     inflight_writes: int
     inflight_reads: int
     touch_seconds: float
+    hang_seconds: float
     metrics_port: int | None
     metrics_host: str
     log_level: str
@@ -117,6 +119,10 @@ class GatewayHeard(ControlMessage, frozen=True, kw_only=True, tag=True):
     problem: str
 
 
+class Ping(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """A front whose loop turns answers Pong."""
+
+
 class Shutdown(ControlMessage, frozen=True, kw_only=True, tag=True):
     """Stop taking requests, write what is dirty within the budget. A second one replaces the budget."""
 
@@ -125,6 +131,10 @@ class Shutdown(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 class Ready(ControlMessage, frozen=True, kw_only=True, tag=True):
     """The front's socket is bound: sessions may be granted."""
+
+
+class Pong(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The front's loop turns."""
 
 
 class WorkerRecovered(ControlMessage, frozen=True, kw_only=True, tag=True):
@@ -137,6 +147,12 @@ class ReplaceWorker(ControlMessage, frozen=True, kw_only=True, tag=True):
     """The channel to this worker can't be used any more: end it, and start another."""
 
     pid: int
+    problem: str
+
+
+class DirectoryGone(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The data directory was taken away under the node. `problem` empty: it is there again, the same as before."""
+
     problem: str
 
 
@@ -158,10 +174,13 @@ AnyControlMessage = (
     | SessionEnded
     | HostLimit
     | GatewayHeard
+    | Ping
     | Shutdown
     | Ready
+    | Pong
     | WorkerRecovered
     | ReplaceWorker
+    | DirectoryGone
     | Drained
 )
 

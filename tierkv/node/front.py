@@ -23,12 +23,14 @@ import socket
 import sys
 import time
 from collections.abc import MutableSequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
 from tierkv.core.instructions import AnyReport, Recovered, TierHealth
+from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState, Limits
 from tierkv.errors import ConfigError, TierkvError, WireError
 from tierkv.node.arena import PAGE_BYTES, seal_against_writers
@@ -37,8 +39,11 @@ from tierkv.node.control import (
     AnyControlMessage,
     Begin,
     Control,
+    DirectoryGone,
     GatewayHeard,
     HostLimit,
+    Ping,
+    Pong,
     Ready,
     ReplaceWorker,
     SessionClosed,
@@ -59,6 +64,7 @@ from tierkv.node.router import Router
 from tierkv.node.scrape import Scrape
 from tierkv.node.service import NodeFacts, Service
 from tierkv.node.survey import NodeState, Survey
+from tierkv.node.watchdog import Verdict, Watchdog
 from tierkv.workers.lifeline import end_with_parent
 
 if TYPE_CHECKING:
@@ -91,12 +97,13 @@ class Front:
         self._clock = NodeClock(begin.wall_zero, begin.monotonic_zero)
         self._has_nvme = bool(settings.data_dir)
         self._generations = _map_generations(generations_fd)
-        self._nvme_room = NvmeRoom(settings.nvme_bytes, settings.nvme_reserve_bytes)
+        self._nvme_room = NvmeRoom(settings.nvme_bytes, settings.nvme_reserve_bytes, read_only=settings.read_only)
         state = CacheState(self._limits(), self._generations)
         self._mover = Mover()
         self._router = Router(Path(settings.socket_dir))
         self._outbox = Outbox(self._router.send, self._now)
         self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker)
+        self._watchdog = Watchdog(settings.hang_seconds)
         self._node = NodeState(
             incarnation=begin.incarnation,
             data_dir=settings.data_dir,
@@ -105,6 +112,8 @@ class Front:
             front_restarts=begin.front_restarts,
             started=time.monotonic(),
             has_gateway=settings.has_gateway,
+            began=self._now(),
+            ping_seconds=self._watchdog.step_seconds if settings.hang_seconds else 0.0,
         )
         self._survey = Survey(self._core, self._outbox, self._node)
         self._service = Service(
@@ -121,8 +130,10 @@ class Front:
             status=self._survey.status,
             usage=self._survey.usage,
         )
+        self._is_directory_gone = False
         self._draining: Draining | None = None
         self._scrape: Scrape | None = None
+        self._endpoint: MetricsEndpoint | None = None
         self._poller = zmq.Poller()
         self._polled: dict[Any, int] = {}
         self._wakeup: float | None = None
@@ -169,7 +180,7 @@ class Front:
             if self._is_idle or self._service.is_hurried:
                 self._service.do_idle_work(self._now())
             if self._scrape is not None and self._scrape.fileno() in ready:
-                self._scrape.serve(self._survey.snapshot)
+                self._scrape.serve(partial(self._survey.snapshot, self._now()))
             self._drain()
             self._mover.flush()
             self._control.flush()
@@ -204,6 +215,8 @@ class Front:
             return 0
         now = self._now()
         times = [self._next_socket_check - time.monotonic()]
+        if (watch := self._watchdog.next_due()) is not None:
+            times.append(watch - time.monotonic())
         self._wakeup = self._service.next_wakeup()
         if self._wakeup is not None:
             times.append(self._wakeup - now)
@@ -227,6 +240,11 @@ class Front:
         if self._next_socket_check <= time.monotonic():
             self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
             self._router.rebind_if_deleted()
+            if self._node.metrics_problem:
+                self.start_metrics()
+        if self._watchdog.look(time.monotonic()) is Verdict.HUNG:
+            seconds = self._watchdog.silence_seconds
+            self._replace_worker(f"it has given no sign of life for {seconds:.0f} s (hang_seconds)")
 
     def _drain(self) -> None:
         if self._draining is None or (drained := self._draining.step(self._now())) is None:
@@ -254,12 +272,16 @@ class Front:
                 self._service.end_session(message.token, now)
             case WorkerStarted():
                 channel = socket.socket(fileno=descriptors[0])
-                self._mover.attach(channel, pid=message.pid, restarts=message.restarts, now=now)
+                self._mover.attach(
+                    channel, pid=message.pid, restarts=message.restarts, now=now, sends_rows=message.sends_rows
+                )
+                self._watchdog.begin(time.monotonic())
                 self._nvme_room.begin_again()
                 self._service.worker_started(now)
             case WorkerDied():
                 for report in self._mover.receive_rest(now):
                     self._on_report(report, now)
+                self._watchdog.end()
                 self._mover.detach()
                 self._mover.worker.problem = message.problem
                 self._service.worker_died(now)
@@ -269,6 +291,8 @@ class Front:
             case GatewayHeard():
                 self._node.gateway_heard = message
                 self._node.gateway_heard_at = now
+            case Ping():
+                self._control.send(Pong())
             case Shutdown():
                 self._shut_down(message.budget_seconds, now)
             case _:
@@ -291,6 +315,8 @@ class Front:
             self._mover.detach()
             self._replace_worker(str(error))
             return
+        if reports:
+            self._watchdog.heard()
         for report in reports:
             self._on_report(report, now)
 
@@ -302,13 +328,23 @@ class Front:
         if isinstance(report, Recovered):  # said once it is so: the supervisor tells everybody that the node is ready
             _end_bulk_loading()
             self._control.send(WorkerRecovered(pid=self._mover.worker.pid))
+        if isinstance(report, TierHealth):
+            self._tell_of_directory(report)
         if isinstance(report, TierHealth) and not self._core.state.is_recovering:
             nvme = next(tier for tier in self._core.state.tiers() if tier.tier == "nvme")
             self._set_nvme_room(self._nvme_room.at_health(nvme.used_bytes + nvme.reserved_bytes), now)
 
+    def _tell_of_directory(self, health: TierHealth) -> None:
+        """The supervisor, who has the lock, may take the directory anew when that can be done."""
+        is_gone = health.reason == Reason.DATA_DIR_GONE
+        if is_gone != self._is_directory_gone:
+            self._is_directory_gone = is_gone
+            self._control.send(DirectoryGone(problem=health.problem if is_gone else ""))
+
     def _set_nvme_room(self, num_bytes: int | None, now: float) -> None:
         if num_bytes is not None:
             self._service.nvme_limit(num_bytes, now)
+            self._node.nvme_shortage = self._nvme_room.shortage
             if self._nvme_room.shortage:
                 log.warning("%s", self._nvme_room.shortage)
 
@@ -318,17 +354,29 @@ class Front:
 
     # ---- the rest
 
-    def serve_metrics(self) -> Scrape:
-        """What the metrics endpoint reads from, in its own thread."""
-        self._scrape = Scrape(self._survey.snapshot())
-        return self._scrape
+    def start_metrics(self) -> None:
+        """Off unless a port is given; the library it needs is imported only then. Where the address can't be had
+        (the supervisor could have it at its start) the node goes on without, says so, and tries again."""
+        settings = self._settings
+        if settings.metrics_port is None:
+            return
+        from tierkv.metrics.endpoint import MetricsEndpoint  # noqa: PLC0415 - see above
 
-    def metrics_failed(self, problem: str) -> None:
-        """The node goes on without; `status` says so."""
-        log.error("no metrics: %s", problem)
-        self._node.metrics_problem = problem
+        if self._scrape is None:
+            self._scrape = Scrape(self._survey.snapshot(self._now()))
+        read, silence = self._scrape.read, self._scrape.silence
+        try:
+            self._endpoint = MetricsEndpoint(settings.metrics_host, settings.metrics_port, read, silence=silence)
+        except ConfigError as error:
+            if not self._node.metrics_problem:
+                log.error("no metrics: %s", error)
+            self._node.metrics_problem = str(error)
+        else:
+            self._node.metrics_problem = ""
 
     def close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._router.close()
         self._mover.detach()
         if self._scrape is not None:
@@ -376,31 +424,15 @@ def main(arguments: list[str]) -> int:
         level=begin.settings.log_level.upper(), format="%(asctime)s %(levelname)s front: %(name)s: %(message)s"
     )
     front = Front(control, begin, generations_fd)
-    endpoint = _start_metrics(front, begin)
     try:
+        front.start_metrics()
         return front.run()
     except CoreFailed:
         log.critical("the cache's state can't be trusted any more; this front ends", exc_info=True)
         return EXIT_CORE_FAILED
     finally:
-        if endpoint is not None:
-            endpoint.close()
         front.close()
         control.close()
-
-
-def _start_metrics(front: Front, begin: Begin) -> MetricsEndpoint | None:
-    """Off unless a port is given. The library it needs is imported only then."""
-    if begin.settings.metrics_port is None:
-        return None
-    from tierkv.metrics.endpoint import MetricsEndpoint  # noqa: PLC0415 - see above
-
-    scrape = front.serve_metrics()
-    try:
-        return MetricsEndpoint(begin.settings.metrics_host, begin.settings.metrics_port, scrape.read)
-    except ConfigError as error:  # the supervisor could have the address at its start; somebody else has it now
-        front.metrics_failed(str(error))
-        return None
 
 
 if __name__ == "__main__":

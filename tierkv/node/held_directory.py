@@ -34,7 +34,7 @@ class HeldDirectory:
         DataDirectoryInUse."""
         lock = lock_data_directory(path, wait_seconds, read_only=read_only)
         try:
-            DataDirectory.open(path, create=not read_only, writable=not read_only).close()
+            DataDirectory.open(path, read_only=read_only).close()
             return cls(path, lock, read_only=read_only)
         except BaseException:
             lock.close()
@@ -59,9 +59,7 @@ class HeldDirectory:
         except TierkvError as error:
             return str(error)
         try:
-            DataDirectory.open(
-                self.path, create=not self._read_only, writable=not self._read_only, ours=is_same
-            ).close()
+            DataDirectory.open(self.path, read_only=self._read_only, ours=is_same).close()
         except DataDirectoryError as error:
             lock.close()
             return str(error)

@@ -45,24 +45,34 @@ class FileLock:
         self.close()
 
 
-def lock_data_directory(root: Path, wait_seconds: float, *, pause: Callable[[float], None] = time.sleep) -> FileLock:
+def lock_data_directory(
+    root: Path,
+    wait_seconds: float,
+    *,
+    read_only: bool = False,
+    ours: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+) -> FileLock:
     """Hold the data directory, waiting up to `wait_seconds` for another node to be gone.
 
     Makes the directory (mode 0700) when it is absent, and LOCK in it; changes nothing else, so that the loser of a race
-    has touched nothing of the winner's. Raises DataDirectoryInUse, or DataDirectoryError for a directory that is not
-    ours to use.
+    has touched nothing of the winner's. `read_only`: makes nothing, and shares the directory with others that only
+    read. `ours`: what is in it may be there without LOCK and FORMAT, for this node has held it all the time. Raises
+    DataDirectoryInUse, or DataDirectoryError for a directory that is not ours to use.
     """
     try:
-        if not os.path.lexists(root):
+        if not read_only and not os.path.lexists(root):
             make_folders(root)
         root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise DataDirectoryError(_say(root, error)) from error
     try:
-        _refuse_foreign(root, root_fd)
-        return _lock(root, root_fd, wait_seconds, pause)
+        if not ours:
+            _refuse_foreign(root, root_fd)
+        return _lock(root, root_fd, wait_seconds, pause, read_only=read_only)
     except OSError as error:
-        raise DataDirectoryError(_say(root / LOCK_NAME, error)) from error
+        hint = "; start with read_only to serve what is there" if error.errno == errno.EROFS and not read_only else ""
+        raise DataDirectoryError(_say(root / LOCK_NAME, error) + hint) from error
     finally:
         os.close(root_fd)
 
@@ -98,14 +108,18 @@ def _exists(name: str, root_fd: int) -> bool:
     return True
 
 
-def _lock(root: Path, root_fd: int, wait_seconds: float, pause: Callable[[float], None]) -> FileLock:
+def _lock(
+    root: Path, root_fd: int, wait_seconds: float, pause: Callable[[float], None], *, read_only: bool = False
+) -> FileLock:
+    flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
     deadline = time.monotonic() + wait_seconds
     while True:
-        fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        fd = os.open(LOCK_NAME, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
         try:
-            held = _try_lock(fd) and _is_still_there(fd, root_fd)
+            held = _try_lock(fd, shared=read_only) and _is_still_there(fd, root_fd)
             if held:
-                _write_owner(fd)
+                if not read_only:
+                    _write_owner(fd)
                 return FileLock(fd, root / LOCK_NAME)
             owner = _read_owner(fd)
         except BaseException:
@@ -117,9 +131,9 @@ def _lock(root: Path, root_fd: int, wait_seconds: float, pause: Callable[[float]
         pause(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def _try_lock(fd: int) -> bool:
+def _try_lock(fd: int, *, shared: bool) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -15,8 +15,9 @@ from tierkv.core.instructions import AnyInstruction, AnyReport, Recovered, Recov
 from tierkv.workers.channel import Channel, front_end
 
 SILENT_SECONDS = 5.0
-"""A worker reports its health about once a second; after so long without a word it is called silent. Nothing is taken
-from it then: it may be stopped, and go on writing to its slots later."""
+"""A worker gives a sign of life about once a second; after so long without a word it is called silent. Nothing is taken
+from it then: it may be stopped, and go on writing to its slots later. After `hang_seconds` it is killed, and waitpid
+says when its slots are free."""
 
 MAX_BUFFERED_FOR_TOUCH = 8 * 2**20
 NAME = "storage"
@@ -33,12 +34,14 @@ class WorkerState:
     is_up: bool = False
     is_recovered: bool = False
     is_stopped: bool = False
+    sends_rows: bool = True
     heard: float = 0.0
     problem: str = ""
     stage: str = "starting"
     done: int = 0
     total: int = 0
     recovered: Recovered | None = None
+    found: Recovered | None = None  # of the last start that looked at every file
     health: TierHealth | None = None
     errors: dict[str, int] = field(default_factory=dict)
     skipped_touches: int = 0
@@ -72,11 +75,12 @@ class Mover:
     def wants_write(self) -> bool:
         return self._channel is not None and self._channel.wants_write
 
-    def attach(self, sock: socket.socket, *, pid: int, restarts: int, now: float) -> None:
+    def attach(self, sock: socket.socket, *, pid: int, restarts: int, now: float, sends_rows: bool = True) -> None:
         self.detach()
         self._channel = front_end(sock)
         self.worker.pid, self.worker.restarts = pid, restarts
         self.worker.is_up, self.worker.is_recovered, self.worker.is_stopped = True, False, False
+        self.worker.sends_rows = sends_rows
         self.worker.heard = now
         self.worker.stage, self.worker.done, self.worker.total = "starting", 0, 0
 
@@ -128,6 +132,8 @@ class Mover:
             worker.is_recovered = True
             worker.problem = ""
             worker.recovered = report
+            if worker.sends_rows:
+                worker.found = report
         elif isinstance(report, TierHealth):
             worker.health = report
             worker.errors = report.errors

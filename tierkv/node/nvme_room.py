@@ -17,9 +17,11 @@ _NOTEWORTHY = 64  # changes by less than one part in so many are left alone
 
 
 class NvmeRoom:
-    """`asked_bytes` None: the setting leaves it open."""
+    """`asked_bytes` None: the setting leaves it open. `read_only`: what is there is there, whatever was asked for; room
+    for more is of no use, and nothing can be evicted."""
 
-    def __init__(self, asked_bytes: int | None, reserve_bytes: int) -> None:
+    def __init__(self, asked_bytes: int | None, reserve_bytes: int, *, read_only: bool = False) -> None:
+        self._read_only = read_only
         self.num_bytes = asked_bytes if asked_bytes is not None else UNKNOWN
         self._asked = asked_bytes
         self._setting = asked_bytes
@@ -49,7 +51,7 @@ class NvmeRoom:
     @property
     def shortage(self) -> str:
         """In words, with both numbers, when the disk has less than the setting asks for; else empty."""
-        if self._setting is None or self.num_bytes >= self._setting:
+        if self._read_only or self._setting is None or self.num_bytes >= self._setting:
             return ""
         from tierkv.config.sizes import human_size  # noqa: PLC0415 - rarely needed, and slow to import for a front
 
@@ -62,6 +64,9 @@ class NvmeRoom:
         if self._health is None:
             return None
         own = extent_bytes + self._health.overhead_bytes
+        if self._read_only:
+            self.num_bytes = own
+            return own
         if self._asked is None:
             self._asked = own + self._health.free_bytes * 8 // 10
         room = max(1, min(self._asked, own + self._health.free_bytes - self._reserve))

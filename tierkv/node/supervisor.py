@@ -5,6 +5,7 @@ restarts the other processes.
 
     front dies      its worker is killed and waited for, then a new incarnation; the old arena's memory counts as taken
                     until every session of it is proven to have ended
+    front hangs     no answer to a Ping for `hang_seconds`: killed, and then as above
     worker dies     waitpid, tell the front, start another; one that died before it had recovered loses its index
     signal          TERM, INT or HUP: stop accepting, drain within the budget, say what was lost; again: at once
 
@@ -26,13 +27,16 @@ from tierkv.config import Settings
 from tierkv.errors import ConfigError, IncompleteError, TierkvError
 from tierkv.node.admission import Admission
 from tierkv.node.arena import are_huge_pages_possible
-from tierkv.node.children import Backoff, Child, IndexSuspicion
+from tierkv.node.children import FIRST_DELAY_SECONDS, Backoff, Child, IndexSuspicion
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import (
     AnyControlMessage,
     ControlFull,
     ControlMessage,
+    DirectoryGone,
     Drained,
+    Ping,
+    Pong,
     Ready,
     ReplaceWorker,
     SessionClosed,
@@ -42,9 +46,10 @@ from tierkv.node.control import (
     WorkerRecovered,
 )
 from tierkv.node.gateway_process import GatewayProcess
+from tierkv.node.held_directory import HeldDirectory
 from tierkv.node.host_share import HostShare
 from tierkv.node.incarnation import Incarnation
-from tierkv.node.lock import lock_data_directory, lock_socket_directory
+from tierkv.node.lock import lock_socket_directory
 from tierkv.node.memory_room import require_memory
 from tierkv.node.sessions import Asked, Ended, Event, HungUp, Sessions
 from tierkv.node.socket_folder import (
@@ -56,13 +61,14 @@ from tierkv.node.socket_folder import (
 )
 from tierkv.node.start_checks import raise_descriptor_limit, require_metrics_address
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
-from tierkv.storage.directory import DataDirectory
+from tierkv.node.watchdog import Verdict, Watchdog
 from tierkv.wire.session import SESSION_SOCKET_NAME
 
 GIVE_UP_AFTER = 5
 """Fronts that died in a row before any was ever ready: starting once more would not help."""
 
 SOCKET_CHECK_SECONDS = 20.0
+RETAKE_SECONDS = 1.0
 END_SECONDS = 5.0
 """What the children get, beyond the draining budget, before they are killed."""
 
@@ -81,11 +87,10 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s supervisor: %(message)s")
     with ExitStack() as owned:
-        lock_fd = -1
+        held: HeldDirectory | None = None
         if settings.data_dir is not None:
-            lock = owned.enter_context(lock_data_directory(settings.data_dir, settings.lock_wait_seconds))
-            lock_fd = lock.fd
-            DataDirectory.open(settings.data_dir).close()
+            taken = HeldDirectory.take(settings.data_dir, settings.lock_wait_seconds, read_only=settings.read_only)
+            held = owned.enter_context(taken)
         require_metrics_address(settings)
         claim_socket_folder(settings.socket_dir)
         owned.enter_context(lock_socket_directory(settings.socket_dir))
@@ -102,7 +107,7 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
         sessions = Sessions(listener)
         owned.callback(sessions.close)
         signals = owned.enter_context(caught_signals())
-        supervisor = Supervisor(settings, lock_fd, sessions, signals, say)
+        supervisor = Supervisor(settings, held, sessions, signals, say)
         try:
             return supervisor.serve()
         finally:
@@ -110,18 +115,20 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
 
 
 class Supervisor:
-    """`lock_fd` is what workers inherit; -1 for a node without a data directory. `signals` gives a byte for each."""
+    """`held` is the data directory; None for a node without. `signals` gives a byte for each."""
 
     def __init__(
         self,
         settings: Settings,
-        lock_fd: int,
+        held: HeldDirectory | None,
         sessions: Sessions,
         signals: socket.socket,
         say: Callable[[str], None],
     ) -> None:
         self._settings = settings
-        self._lock_fd = lock_fd
+        self._held = held
+        self._retake_due: float | None = None
+        self._retake_problem = ""
         self._sessions = sessions
         self._signals = signals
         self._say = say
@@ -141,6 +148,7 @@ class Supervisor:
         self._was_ready = False
         self._was_announced = False
         self._index_suspicion = IndexSuspicion()
+        self._watchdog = Watchdog(settings.hang_seconds)
         self._end_due: float | None = None
         self._is_forced = False
         self._drained: Drained | None = None
@@ -196,7 +204,9 @@ class Supervisor:
             self._worker_due,
             self._growth_due,
             self._gateway.due,
+            self._retake_due,
             self._socket_check_due,
+            self._watchdog.next_due(),
             self._end_due,
             self._sessions.next_deadline(),
         )
@@ -217,6 +227,9 @@ class Supervisor:
         if self._socket_check_due <= now:
             self._socket_check_due = now + SOCKET_CHECK_SECONDS
             self._check_socket()
+        if self._retake_due is not None and self._retake_due <= now:
+            self._retake_due = self._retake(now)
+        self._watch_front(now)
         if self._end_due is not None and self._end_due <= now:
             self._end_by_force(now)
         self._sessions.expire()
@@ -229,15 +242,50 @@ class Supervisor:
         self._front_backoff.started(now)
         try:
             restarts = self._front_backoff.restarts
-            self._incarnation = Incarnation(self._settings, self._clock, self._lock_fd, front_restarts=restarts)
+            lock_fd = self._held.lock_fd if self._held is not None else -1
+            self._incarnation = Incarnation(self._settings, self._clock, lock_fd, front_restarts=restarts)
         except ConfigError as error:
             log.error("no new front: %s", error)
             self._front_due = self._front_backoff.died(now)
             return
         log.info("front %d, incarnation %d", self._incarnation.front.pid, self._incarnation.number)
         self._growth_due = now
+        self._watchdog.begin(now)
         if self._settings.data_dir is not None:
             self._start_worker(now)
+
+    def _watch_front(self, now: float) -> None:
+        """A front whose loop does not turn is worse than none: engines wait for it. Kill it; `_reap` does the rest."""
+        verdict, incarnation = self._watchdog.look(now), self._incarnation
+        if verdict is None or incarnation is None:
+            return
+        if verdict is Verdict.ASK:
+            self._tell(incarnation, Ping())
+        else:
+            seconds = self._watchdog.silence_seconds
+            log.error(
+                "front %d has given no sign of life for %.0f s (hang_seconds); ending it",
+                incarnation.front.pid,
+                seconds,
+            )
+            incarnation.front.kill()
+
+    def _retake(self, now: float) -> float | None:
+        """The data directory was taken away. When there is one again that can be held, begin anew with it: what front
+        and worker know is of another. Else, when to try next."""
+        incarnation = self._incarnation
+        if self._held is None or incarnation is None or self._is_stopping:
+            return None
+        problem = self._held.retake()
+        if problem:
+            if problem != self._retake_problem:
+                log.warning("without a data directory for now: %s", problem)
+            self._retake_problem = problem
+            return now + RETAKE_SECONDS
+        log.warning("%s is taken anew; a new incarnation begins with it", self._held.path)
+        self._retake_problem = ""
+        incarnation.front.kill()
+        return None
 
     def _front_died(self, how: str, now: float) -> None:
         """All of its incarnation goes. What its worker writes to the old arena harms nobody, but only one may have the
@@ -248,7 +296,8 @@ class Supervisor:
             log.error("front %d %s", incarnation.front.pid, how)
         self._incarnation = None
         self._leftover = incarnation.worker
-        self._worker_due = self._growth_due = None
+        self._worker_due = self._growth_due = self._retake_due = None
+        self._watchdog.end()
         incarnation.close()
         self._sessions.tell_ended(incarnation.number)
         if self._sessions.count(incarnation.number):
@@ -266,11 +315,11 @@ class Supervisor:
         incarnation = self._incarnation
         if incarnation is None:
             return
-        if incarnation.worker is not None and (how := incarnation.worker.reap()) is not None:
-            self._worker_died(incarnation, incarnation.worker, how, now)
-        if (how := incarnation.front.reap()) is not None:
+        if (how := incarnation.front.reap()) is not None:  # first: its worker ends with it, and has not died by itself
             self._take_control()  # its last words
             self._front_died(how, now)
+        elif incarnation.worker is not None and (how := incarnation.worker.reap()) is not None:
+            self._worker_died(incarnation, incarnation.worker, how, now)
 
     def _hear_gateway(self) -> None:
         heard = self._gateway.look()
@@ -325,6 +374,10 @@ class Supervisor:
         self._tell(incarnation, WorkerDied(pid=worker.pid, problem=how))
         if self._is_stopping and worker.succeeded:
             return
+        if worker.succeeded:  # it has seen the end of its channel: the front is about to be found dead, or let it go
+            log.info("storage worker %d has ended: the front spoke to it no more", worker.pid)
+            self._worker_due = now + FIRST_DELAY_SECONDS
+            return
         log.error("storage worker %d %s", worker.pid, how)
         if not incarnation.is_recovered:
             self._index_suspicion.worker_died(was_killed=worker.was_killed)
@@ -343,10 +396,14 @@ class Supervisor:
                 incarnation.is_ready = self._was_ready = True
                 self._admission.front_is_ready(incarnation)
                 self._announce(incarnation)
+            case Pong():
+                self._watchdog.heard()
             case WorkerRecovered():
                 incarnation.is_recovered = True
                 self._index_suspicion.cleared()
                 self._announce(incarnation)
+            case DirectoryGone():
+                self._retake_due = time.monotonic() if message.problem else None
             case ReplaceWorker():
                 if incarnation.worker is not None and incarnation.worker.pid == message.pid:
                     log.error("replacing storage worker %d: %s", message.pid, message.problem)

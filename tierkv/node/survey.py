@@ -20,6 +20,7 @@ from tierkv.metrics.snapshot import copy_counters
 from tierkv.node.control import GatewayHeard
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.mover import NAME as STORAGE
+from tierkv.node.mover import SILENT_SECONDS
 from tierkv.node.outbox import Outbox
 from tierkv.wire.messages import StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
 
@@ -37,6 +38,7 @@ class NodeState:
     supervisor_pid: int
     front_restarts: int
     started: float  # monotonic
+    began: float = 0.0  # node time
     is_stopping: bool = False
     host_problem: str = ""
     metrics_problem: str = ""
@@ -53,6 +55,9 @@ class NodeState:
             return "dead"
         return "silent" if now - self.gateway_heard_at > GATEWAY_SILENT_SECONDS else "running"
 
+    ping_seconds: float = 0.0  # how often the supervisor asks; 0: it does not
+    nvme_shortage: str = ""
+
 
 class Survey:
     def __init__(self, core: CoreCalls, outbox: Outbox, node: NodeState) -> None:
@@ -61,6 +66,7 @@ class Survey:
         self._worker = core.mover.worker
         self._outbox = outbox
         self._node = node
+        self._began = node.began
 
     def status(self, request_id: int, now: float) -> StatusReply:
         worker, problems = self._worker, tuple(self._problems(now))
@@ -83,6 +89,8 @@ class Survey:
             counters=self._counters(),
             tiers=self._tiers(),
             workers=tuple(self._workers(now)),
+            warnings=tuple(self._warnings()),
+            found=self._found(),
         )
 
     def usage(self, request_id: int) -> UsageReply:
@@ -90,11 +98,17 @@ class Survey:
             id=request_id, rows=tuple(_usage_row(row) for row in self._state.usage()), tiers=self._tiers()
         )
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, now: float) -> Snapshot:
+        problems = tuple(self._problems(now))
         state, worker, health = self._state, self._worker, self._worker.health
         dirty = state.dirty()
         return Snapshot(
             version=tierkv.__version__,
+            state=self._describe(problems),
+            problems=problems,
+            processes={worker.name: worker.state for worker in self._workers(now)},
+            tier_errors={tier.tier: (tier.errors, tier.last_error) for tier in self._tiers()},
+            found=self._found(),
             incarnation=self._node.front_restarts + 1,
             uptime_seconds=time.monotonic() - self._node.started,
             ready=not state.is_recovering,
@@ -141,6 +155,8 @@ class Survey:
             yield self._node.metrics_problem
         if self._node.has_gateway and (gateway := self._node.describe_gateway(now)) != "running":
             yield f"the gateway for tenants that are not trusted is {gateway}"
+        if self._is_supervisor_silent(now):
+            yield f"the supervisor has said nothing for {now - self._node.supervisor_heard:.0f} s"
         if not self._node.has_nvme:
             return
         if not worker.is_up:
@@ -149,10 +165,40 @@ class Survey:
             yield f"the storage worker has said nothing for {now - worker.heard:.0f} s"
         if health is not None and not health.writable:
             yield f"nvme is not written to: {health.reason or 'unknown'} {health.problem}".rstrip()
+        if health is not None and not health.readable:
+            yield "nvme is not read from: a read has not come back"
+        elif health is not None and health.read_problem:
+            yield f"nvme can't be read: {health.read_problem}"
+        if health is not None and health.index_problem:
+            yield f"the index is not written, so the next start takes longer: {health.index_problem}"
+
+    def _is_supervisor_silent(self, now: float) -> bool:
+        """It asks for a sign of life now and then; three times without that is no accident."""
+        every = self._node.ping_seconds
+        return every > 0 and now - max(self._node.supervisor_heard, self._began) > 3 * every + SILENT_SECONDS
+
+    def _warnings(self) -> Iterator[str]:
+        """What an operator may want to change; nothing is wrong with the node."""
+        if self._node.nvme_shortage:
+            yield self._node.nvme_shortage
+
+    def _found(self) -> dict[str, int]:
+        """What the last start found in the data directory that it did not take, where there was any."""
+        recovered = self._worker.found
+        if recovered is None:
+            return {}
+        counts = {
+            "set_aside": recovered.quarantined,
+            "foreign": recovered.foreign,
+            "unknown_format": recovered.unknown_format,
+            "unreadable": recovered.unreadable,
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def _workers(self, now: float) -> Iterator[WorkerStatus]:
         node, worker = self._node, self._worker
-        yield WorkerStatus("supervisor", node.supervisor_pid, "running", 0, max(0.0, now - node.supervisor_heard))
+        state = "silent" if self._is_supervisor_silent(now) else "running"
+        yield WorkerStatus("supervisor", node.supervisor_pid, state, 0, max(0.0, now - node.supervisor_heard))
         yield WorkerStatus("front", os.getpid(), "running", node.front_restarts, 0.0)
         if node.has_gateway:
             sign = node.gateway_heard or GatewayHeard(pid=0, restarts=0, is_running=False, problem="")
@@ -178,6 +224,9 @@ class Survey:
             quarantined_files=health.quarantined_files if health else 0,
             state="ok" if tier.is_writable else "degraded",
             reason=tier.reason or "",
+            problem=health.problem if health else "",
+            errors=sum(health.errors.values()) if health else 0,
+            last_error=health.last_error if health else "",
         )
 
     def _counters(self) -> dict[str, float]:

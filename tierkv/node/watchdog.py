@@ -12,6 +12,8 @@ STEPS = 6
 """How many times within the deadline there is a look; the silence is known that exactly."""
 
 SHORTEST_STEP_SECONDS = 1.0
+FEWEST_QUESTIONS = 3
+"""Nobody is given up who was asked less often without an answer, however short the deadline."""
 
 
 class Verdict(Enum):
@@ -28,6 +30,7 @@ class Watchdog:
         self._due: float | None = None
         self._last = 0.0
         self._silence_seconds = 0.0
+        self._asked = 0  # times since the last sign of life
 
     @property
     def silence_seconds(self) -> float:
@@ -43,7 +46,7 @@ class Watchdog:
         if self._deadline_seconds:
             self._due = now + self.step_seconds
         self._last = now
-        self._silence_seconds = 0.0
+        self.heard()
 
     def end(self) -> None:
         self._due = None
@@ -51,15 +54,18 @@ class Watchdog:
     def heard(self) -> None:
         """A sign of life."""
         self._silence_seconds = 0.0
+        self._asked = 0
 
     def look(self, now: float) -> Verdict | None:
         """None before the next look is due. HUNG once; then `begin` again."""
         if self._due is None or now < self._due:
             return None
-        self._silence_seconds += min(now - self._last, 2 * self.step_seconds)
+        if self._asked:
+            self._silence_seconds += min(now - self._last, 2 * self.step_seconds)
         self._last = now
         self._due = now + self.step_seconds
-        if self._silence_seconds > self._deadline_seconds:
+        if self._asked >= FEWEST_QUESTIONS and self._silence_seconds > self._deadline_seconds:
             self._due = None
             return Verdict.HUNG
+        self._asked += 1
         return Verdict.ASK

@@ -46,6 +46,8 @@ def start_worker(
         quarantine_seconds=settings.quarantine_days * SECONDS_A_DAY,
         reserve_bytes=settings.nvme_reserve_bytes,
         index_map_bytes=settings.index_map_bytes,
+        stuck_seconds=settings.stuck_seconds,
+        read_only=settings.read_only,
         sends_rows=sends_rows,
         discard_index=discard_index,
         log_level=settings.log_level,

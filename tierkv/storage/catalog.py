@@ -93,9 +93,13 @@ class Catalog:
     """The opened index. Constructing it never fails: an index that can't be had (a full disk) answers IndexFailed, and
     every later call tries to open it again."""
 
-    def __init__(self, folder_fd: int, *, store_id: str, map_bytes: int, discard: str = "") -> None:
+    def __init__(
+        self, folder_fd: int, *, store_id: str, map_bytes: int, discard: str = "", read_only: bool = False
+    ) -> None:
         """`folder_fd` is the index folder, which stays open as long as this. `discard` is why what is there shall not
-        be opened, if so (the process that opened it last died of it)."""
+        be opened, if so (the process that opened it last died of it). `read_only`: the folder is left as it is, what
+        can't be used in it is done without, and changes are not made."""
+        self._read_only = read_only
         self._folder_fd = folder_fd
         self._store_id = store_id.encode()
         self._map_bytes = -(-max(map_bytes, _MIN_MAP_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -120,7 +124,8 @@ class Catalog:
     def _begin(self, discard: str) -> None:
         try:
             unfinished = exists(OPENING, self._folder_fd)
-            os.close(os.open(OPENING, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=self._folder_fd))
+            if not self._read_only:
+                os.close(os.open(OPENING, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=self._folder_fd))
         except OSError as error:
             log.warning("the index can't be marked as being opened: %s", error)
             unfinished = False
@@ -130,6 +135,8 @@ class Catalog:
 
     def finish_opening(self) -> None:
         """Every row that will be read at this start has been read, and this process has lived through it."""
+        if self._read_only:
+            return
         with contextlib.suppress(OSError):  # at worst the index is rebuilt once more
             os.unlink(OPENING, dir_fd=self._folder_fd)
 
@@ -138,7 +145,9 @@ class Catalog:
         self.problem = ""
         try:
             flaw = discard or find_flaw(self._folder_fd) or self._try_open()
-            if flaw:
+            if flaw and self._read_only:
+                self.problem = flaw
+            elif flaw:
                 self._set_aside(flaw)
                 self.problem = self._try_open()
         except (OSError, lmdb.Error) as error:
@@ -153,7 +162,15 @@ class Catalog:
         path = f"/proc/self/fd/{self._folder_fd}"
         flaw = ""
         try:
-            self._env = lmdb.open(path, map_size=self._map_bytes, max_dbs=2, mode=0o600, lock=False)
+            self._env = lmdb.open(
+                path,
+                map_size=self._map_bytes,
+                max_dbs=2,
+                mode=0o600,
+                lock=False,
+                readonly=self._read_only,
+                create=not self._read_only,
+            )
             flaw = self._check_owner(self._env)
         except lmdb.Error as error:
             self._drop_environment()
@@ -166,13 +183,15 @@ class Catalog:
         return flaw
 
     def _check_owner(self, env: lmdb.Environment) -> str:
-        about = env.open_db(b"about")
-        self._rows = env.open_db(b"rows")
+        about = env.open_db(b"about", create=not self._read_only)
+        self._rows = env.open_db(b"rows", create=not self._read_only)
         wanted = {b"schema": ROW_SCHEMA, b"store": self._store_id}
         with env.begin(db=about) as transaction:
             found = {name: transaction.get(name) for name in wanted}
         if any(value is not None for value in found.values()):
             return "" if found == wanted else f"it is of schema {found[b'schema']!r} and store {found[b'store']!r}"
+        if self._read_only:
+            return "it is empty"
         with env.begin(db=about, write=True) as transaction:
             for name, value in wanted.items():
                 transaction.put(name, value)
@@ -246,6 +265,8 @@ class Catalog:
 
     def apply(self, changes: Sequence[Change]) -> Applied | IndexFailed:
         """Make `changes`, in their order, all or none, durably. The map grows as it must."""
+        if self._read_only:
+            return Applied(0)
         return self._attempt(lambda env: self._apply(env, changes))
 
     def _apply(self, env: lmdb.Environment, changes: Sequence[Change]) -> Applied:

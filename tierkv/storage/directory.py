@@ -72,7 +72,8 @@ class DataDirectory:
     """An open data directory; `open` makes one. Safe to use from several threads. Close it: it owns descriptors
     and the threads that hash beside reading and writing."""
 
-    def __init__(self, path: Path, root_fd: int, store_id: str, *, direct_io: bool) -> None:
+    def __init__(self, path: Path, root_fd: int, store_id: str, *, direct_io: bool, read_only: bool = False) -> None:
+        self.read_only = read_only
         self.path = path
         self.store_id = store_id
         self._root_fd = root_fd
@@ -86,20 +87,32 @@ class DataDirectory:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, create: bool = True, writable: bool = True, direct_io: bool = True
+        cls,
+        path: str | Path,
+        *,
+        create: bool = True,
+        writable: bool = True,
+        direct_io: bool = True,
+        ours: bool = False,
+        read_only: bool = False,
     ) -> DataDirectory:
         """Open the data directory at `path`, making an absent or empty one unless `create` is false.
 
         Hold its lock first when it may be made. `writable` proves by a file in tmp/ that it can be written to (a full
-        disk passes: reading goes on there) and whether O_DIRECT works; readers of headers do without.
+        disk passes: reading goes on there) and whether O_DIRECT works; readers of headers do without. `ours`: its
+        folders may be there without FORMAT, for the caller has held it all the time. `read_only`: nothing below it is
+        ever changed through this object; what would do so does nothing or raises StorageError (read_only).
         Raises DataDirectoryError, which says what is wrong with which path and what to do.
         """
         path = Path(path).absolute()
+        create, writable = create and not read_only, writable and not read_only
         try:
             root_fd = open_root(path, create=create)
             try:
-                stamp = read_or_make_stamp(path, root_fd, create=create)
-                directory = cls(path, root_fd, stamp.store, direct_io=direct_io)
+                stamp = read_or_make_stamp(
+                    path, root_fd, create=create, ours=frozenset(FOLDERS) if ours else frozenset()
+                )
+                directory = cls(path, root_fd, stamp.store, direct_io=direct_io, read_only=read_only)
                 directory._check_folders(create=create)
                 if writable:
                     directory._prove_writable()
@@ -131,7 +144,7 @@ class DataDirectory:
     def folder(self, parts: Parts, *, create: bool = False) -> Iterator[int]:
         """A descriptor of the directory `parts` below the root, for the length of the block. With `create`, missing
         ones are made. Raises StorageError (reason not_found where it is absent, io_error where it is no directory)."""
-        fd = self.open_folder(parts, create=create)
+        fd = self.open_folder(parts, create=create and not self.read_only)
         try:
             yield fd
         finally:
@@ -189,6 +202,8 @@ class DataDirectory:
     def create_temp(self, *, direct: bool) -> tuple[str, int]:
         """A new file in tmp/: its name, and a descriptor for writing (`direct`: with O_DIRECT where that works). It is
         locked for as long as it is open: that is how others know that its writer lives."""
+        if self.read_only:
+            raise StorageError("open", "EROFS", Reason.READ_ONLY, f"{self.path} is used read only")
         name = f"{os.getpid()}-{self._token}-{next(self._temp_numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.folder((TEMP,)) as folder_fd:
@@ -217,6 +232,8 @@ class DataDirectory:
         """Remove the temp files of dead writers. Call it with the lock held and before the first write; an engine may
         still be writing one, for it remembers digests here. What has not a name that we give is left and counted."""
         files = num_bytes = kept = foreign = 0
+        if self.read_only:
+            return Cleared(0, 0, 0, 0)
         with self.folder((TEMP,)) as folder_fd:
             for name in call("listdir", os.listdir, folder_fd):
                 found = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
@@ -282,6 +299,8 @@ class DataDirectory:
 
     def flush(self, folder: Parts) -> None:
         """fsync a directory. Raises StorageError: then nothing that waits for it is durable."""
+        if self.read_only:
+            return
         with self._lock:
             waiting = set(self._waiting.get(folder, ()))  # a child that appears during the flush is not covered by it
         with self.folder(folder) as fd:

@@ -53,7 +53,9 @@ class Quarantine:
     """
 
     def __init__(self, directory: DataDirectory, *, max_bytes: int, max_age_seconds: float) -> None:
-        """Raises StorageError when it can't be listed."""
+        """Of a directory that is read only, it is looked at, and nothing is moved to it or removed. Raises StorageError
+        when it can't be listed."""
+        self._read_only = directory.read_only
         self._directory = directory
         self._max_bytes = max_bytes
         self._max_age_seconds = max_age_seconds
@@ -66,6 +68,8 @@ class Quarantine:
     def set_aside(self, name: ExtentName, reason: Reason, now: float) -> bool:
         """Move a file here, then keep to the bounds; `now` is in seconds since 1970. False: there is no such file.
         Raises StorageError. A link or a directory under that name is not ours and is left: False as well."""
+        if self._read_only:
+            raise StorageError("rename", "EROFS", Reason.READ_ONLY, "started with read_only: it stays where it is")
         with self._lock:
             kept = self._move(name, reason, now)
             if kept is None:
@@ -82,7 +86,8 @@ class Quarantine:
         with self._lock:
             self._kept = self._listed()
             self._num_bytes = sum(one.num_bytes for one in self._kept)
-            self._keep_bounds(now)
+            if not self._read_only:
+                self._keep_bounds(now)
         return self.usage()
 
     def usage(self) -> Usage:
@@ -93,8 +98,13 @@ class Quarantine:
         return [one.file for one in self._kept]
 
     def _listed(self) -> deque[_Kept]:
-        with self._directory.folder((QUARANTINE,), create=True) as fd:
-            found = [_look(fd, file) for file in call("listdir", os.listdir, fd)]
+        try:
+            with self._directory.folder((QUARANTINE,), create=True) as fd:
+                found = [_look(fd, file) for file in call("listdir", os.listdir, fd)]
+        except StorageError as error:
+            if not self._read_only or error.errno_name != "ENOENT":
+                raise
+            found = []
         return deque(sorted((one for one in found if one is not None), key=lambda one: (one.time, one.number)))
 
     def _move(self, name: ExtentName, reason: Reason, now: float) -> _Kept | None:

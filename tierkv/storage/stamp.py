@@ -91,13 +91,13 @@ def _make_root(path: Path) -> int:
     return fd
 
 
-def read_or_make_stamp(path: Path, root_fd: int, *, create: bool) -> Stamp:
-    """What FORMAT says; an empty directory gets one where `create` says so. Raises DataDirectoryError for a directory
-    of others, a newer format, a damaged FORMAT; StorageError."""
+def read_or_make_stamp(path: Path, root_fd: int, *, create: bool, ours: frozenset[str] = frozenset()) -> Stamp:
+    """What FORMAT says; an empty directory gets one where `create` says so. `ours` are names that don't make it one of
+    others. Raises DataDirectoryError for a directory of others, a newer format, a damaged FORMAT; StorageError."""
     raw = _read_stamp(path, root_fd)
     if raw is not None:
         return _check_stamp(path, raw)
-    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - COUNTS_AS_EMPTY)
+    foreign = sorted(set(call("listdir", os.listdir, root_fd)) - COUNTS_AS_EMPTY - ours)
     if FORMAT in foreign:
         raise StorageError("open", "ENOENT", Reason.NOT_FOUND, f"{FORMAT} is listed and was not found a moment ago")
     if foreign:

@@ -411,7 +411,9 @@ class UsageRow(msgspec.Struct, frozen=True):
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """`used + reserved + overhead <= capacity` at every instant, in bytes."""
+    """`used + reserved + overhead <= capacity` at every instant, in bytes. `state` ok or degraded; then `reason` is of
+    the closed list and `problem` says it in words. `errors` file operations have failed since its worker's start, the
+    last one as `last_error` tells."""
 
     tier: str
     capacity_bytes: int
@@ -423,6 +425,9 @@ class TierUsage(msgspec.Struct, frozen=True):
     quarantined_files: int = 0
     state: str = "ok"
     reason: str = ""
+    problem: str = ""
+    errors: int = 0
+    last_error: str = ""
 
 
 class UsageReply(Reply, frozen=True, kw_only=True, tag=True):
@@ -450,7 +455,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
-    """`state`: recovering, ready, degraded or stopping; `problems` says in words what is not as it should be."""
+    """`state`: recovering, ready, degraded or stopping; `problems` says in words what is not as it should be, and
+    `warnings` what is right and perhaps not as it was meant. `found`: what the last start met in the data directory
+    and did not take (set_aside, foreign, unknown_format, unreadable), as far as there was any."""
 
     state: str
     problems: tuple[str, ...]
@@ -469,6 +476,8 @@ class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     counters: dict[str, float]
     tiers: tuple[TierUsage, ...]
     workers: tuple[WorkerStatus, ...]
+    warnings: tuple[str, ...] = ()
+    found: dict[str, int] = {}
 
 
 class Status(Request, frozen=True, kw_only=True, tag=True):

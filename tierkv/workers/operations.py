@@ -96,6 +96,8 @@ class Operations:
         self._answer("OpenNamespace", opened.group, lambda: self._open_namespace(opened), None)
 
     def _open_namespace(self, opened: OpenNamespace) -> None:
+        if self._directory.read_only:
+            return
         try:
             self._groups.make(opened.identity.weights, opened.group)
         except StorageError as error:
@@ -247,6 +249,8 @@ class Operations:
 
     def _remove(self, remove: Remove) -> Report | None:
         name = ExtentName.of(remove)
+        if self._directory.read_only:
+            return OpFailed(remove.op, Reason.READ_ONLY, f"{name} stays: started with read_only")
         self._index.add(DropRow(_row_name(name)))
         try:
             was_there = self._files.remove(self._directory, name)

@@ -98,6 +98,19 @@ class StorageWorker:
         self._spoke = False
         self._roll = Roll()
         self._post = self._roll.post(RECEIVER)
+        self._gate = TierGate(config.reserve_bytes, read_only=config.read_only)
+        self._health: HealthWatch | None = None
+        self._pulse = Pulse(  # before anything is asked of the disk, which may take long to answer, or never do
+            self._roll,
+            self._gate,
+            self._report,
+            has_spoken=self._has_spoken,
+            tell=self._tell_health,
+            period_seconds=health_seconds,
+            stuck_seconds=config.stuck_seconds,
+            on_death=on_death,
+        )
+        self._stack.callback(self._pulse.close, CLOSE_SECONDS)
         self._quiet = QuietLog(log)
         self._index_problem = ""
         try:
@@ -107,19 +120,24 @@ class StorageWorker:
             raise
 
     def _open(self, config: WorkerConfig, arena: memoryview, health_seconds: float, on_death: OnDeath) -> None:
-        self._gate = TierGate(config.reserve_bytes)
         self._directory = directory = self._stack.enter_context(self._open_directory(config))
-        index_fd = self._stack.enter_context(directory.folder((INDEX,), create=True))
+        index_fd = self._open_index_folder(directory)
         self._quarantine = Quarantine(
             directory, max_bytes=config.quarantine_bytes, max_age_seconds=config.quarantine_seconds
         )
         discard = "the process that opened it last died of it" if config.discard_index else ""
         self._catalog = self._stack.enter_context(
-            Catalog(index_fd, store_id=directory.store_id, map_bytes=config.index_map_bytes, discard=discard)
+            Catalog(
+                index_fd,
+                store_id=directory.store_id,
+                map_bytes=config.index_map_bytes,
+                discard=discard,
+                read_only=directory.read_only,
+            )
         )
         self._times = CoarseTimes()
         self._groups = Groups(directory)
-        self._health = HealthWatch(
+        self._health = health = HealthWatch(
             directory,
             self._catalog,
             self._quarantine,
@@ -133,17 +151,6 @@ class StorageWorker:
             quiet=self._quiet,
             index_problem=lambda: self._index_problem,
         )
-        self._pulse = Pulse(
-            self._roll,
-            self._gate,
-            self._report,
-            has_spoken=self._has_spoken,
-            tell=self._health.tell,
-            period_seconds=health_seconds,
-            stuck_seconds=config.stuck_seconds,
-            on_death=on_death,
-        )
-        self._stack.callback(self._pulse.close, CLOSE_SECONDS)
         self._index = IndexWriter(
             self._catalog, failed=self._index_failed, worked=self._index_worked, on_death=on_death, roll=self._roll
         )
@@ -168,11 +175,14 @@ class StorageWorker:
         )
         self._scrubber = Scrubber(directory, self._operations, self._queue, self._report, on_death=on_death)
         self._stack.callback(self._scrubber.end)
-        self._stack.callback(self._health.close, CLOSE_SECONDS)
+        self._stack.callback(health.close, CLOSE_SECONDS)
+        self._watch = health
 
     def _open_directory(self, config: WorkerConfig) -> DataDirectory:
         """Made where it is new, for the lock is held. One that has become read-only is still read."""
         _check_lock(config)
+        if config.read_only:
+            return DataDirectory.open(config.data_dir, direct_io=config.direct_io, read_only=True)
         try:
             return DataDirectory.open(config.data_dir, direct_io=config.direct_io)
         except DataDirectoryError as error:
@@ -181,6 +191,15 @@ class StorageWorker:
                 raise
             self._gate.write_failed(Failure.of(cause), 0)
             return DataDirectory.open(config.data_dir, create=False, writable=False, direct_io=config.direct_io)
+
+    def _open_index_folder(self, directory: DataDirectory) -> int:
+        """-1 where there is none and none may be made: then there is no index."""
+        try:
+            return self._stack.enter_context(directory.folder((INDEX,), create=True))
+        except StorageError:
+            if not directory.read_only:
+                raise
+            return -1
 
     def close(self) -> None:
         """End the threads and let go of directory and index. What was taken on is finished where that is quick."""
@@ -225,7 +244,7 @@ class StorageWorker:
         else:
             recovered = clear_temp(self._directory)
             self._catalog.finish_opening()
-        self._health.start()  # before Recovered, so that the core knows what takes room when it evicts down to capacity
+        self._watch.start()  # before Recovered, so that the core knows what takes room when it evicts down to capacity
         self._report([recovered])
 
     # ---------------------------------------------------------------- instructions
@@ -271,6 +290,8 @@ class StorageWorker:
         return self._queue.submit(Operation(key, urgency, run), timeout_seconds=timeout_seconds)
 
     def _touch(self, touch: Touch) -> None:
+        if self._config.read_only:
+            return
         now = time.monotonic()
         for row in touch.rows:
             try:
@@ -295,7 +316,7 @@ class StorageWorker:
         indexed = self._index.drain(left())
         if not all_done or not indexed:
             log.warning("stopped with work left: the budget of %.1f s is over", stop.budget_seconds)
-        self._health.close(left())
+        self._watch.close(left())
         self._report([Stopped()])
 
     # ---------------------------------------------------------------- reports
@@ -304,7 +325,11 @@ class StorageWorker:
         self._spoke = True
         self._channel.send(reports, timeout_seconds=SEND_SECONDS)
         if any(isinstance(report, OpFailed) for report in reports):
-            self._health.wake()
+            self._watch.wake()
+
+    def _tell_health(self) -> None:
+        if self._health is not None:
+            self._health.tell()
 
     def _has_spoken(self) -> bool:
         spoke, self._spoke = self._spoke, False

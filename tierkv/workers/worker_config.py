@@ -20,6 +20,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `stuck_seconds`: an operation on a file that takes longer has the tier step down until it comes back.
 
+    `read_only`: nothing below `data_dir` is made, written, renamed or removed.
+
     `sends_rows` false: the front knows the extents already, so that only temp files are cleared at the start.
     `discard_index`: what is there is set aside without opening it. `files` names, as "module:attribute", a callable
     that makes the worker's Files; empty is the real ones, and anything else is for tests.
@@ -41,6 +43,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserve_bytes: int = 0
     index_map_bytes: int = 64 * 2**20
     stuck_seconds: float = 20.0
+    read_only: bool = False
     sends_rows: bool = True
     discard_index: bool = False
     log_level: str = "info"
