@@ -47,6 +47,9 @@ REASONS = {
     errno.EDQUOT: Reason.DISK_FULL,
     errno.EROFS: Reason.READ_ONLY,
     errno.ENOENT: Reason.NOT_FOUND,
+    errno.EMFILE: Reason.TOO_MANY_FILES,
+    errno.ENFILE: Reason.TOO_MANY_FILES,
+    errno.EACCES: Reason.NO_ACCESS,
 }
 TOLD_AS = {"scandir": "listdir", "makedirs": "mkdir"}
 """Calls that go by the name of another one."""

@@ -16,7 +16,14 @@ from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import WrittenFile, read_blocks, remove_extent, verify_file, write_extent
 from tierkv.storage.system_calls import Failure
 
-REASONS = {errno.ENOSPC: Reason.DISK_FULL, errno.EDQUOT: Reason.DISK_FULL, errno.EROFS: Reason.READ_ONLY}
+REASONS = {
+    errno.ENOSPC: Reason.DISK_FULL,
+    errno.EDQUOT: Reason.DISK_FULL,
+    errno.EROFS: Reason.READ_ONLY,
+    errno.EMFILE: Reason.TOO_MANY_FILES,
+    errno.ENFILE: Reason.TOO_MANY_FILES,
+    errno.EACCES: Reason.NO_ACCESS,
+}
 WRITE_CALLS = ("open", "fchmod", "pwritev", "fdatasync", "mkdir", "rename")
 READ_CALLS = ("open", "fstat", "posix_fadvise", "pread")
 
