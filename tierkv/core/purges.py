@@ -304,7 +304,7 @@ class Purges:
         tickets = [ledger.tickets[grant] for grant in job.tickets if grant in ledger.tickets]
         held += sum(len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes for ticket in tickets)
         phase = PurgePhase.GONE if job.gone else PurgePhase.UNREACHABLE if job.unreachable else PurgePhase.REMOVING
-        stuck = next((e.why_not_there for e in job.busy if not (e.ops or e.reading)), None)  # its removal is tried again
+        stuck = next((e.why_not_there for e in job.busy if not (e.ops or e.reading)), None)  # tried again
         return PurgeState(
             phase=phase,
             about=job.about,
