@@ -177,15 +177,18 @@ class Service:
         user.requests += 1
         user.request_bytes += num_bytes
 
+        coming = self._at_node[type(request)](session, request)
+
         async def answer() -> None:
             try:
-                reply = await self._at_node[type(request)](session, request)
+                reply = await coming
             except Exception:  # as in `handle`
                 log.exception("%s of user %d", type(request).__name__, user.uid)
                 reply = _bug(request.id)
             send(session, reply)
 
         def done(task: asyncio.Task[None]) -> None:
+            coming.close()  # of a task that was cancelled before its first step
             session.tasks.discard(task)
             user.requests -= 1
             user.request_bytes -= num_bytes
@@ -378,19 +381,19 @@ class Service:
         held.writing.write(request.start, request.payload)
         return Done(id=request.id)
 
-    async def _commit(self, session: TenantSession, request: Commit) -> Reply:
+    def _commit(self, session: TenantSession, request: Commit) -> Coroutine[Any, Any, Reply]:
+        """The ticket ends here and now, not when a task of ours comes to it: a Put behind this request is too late."""
         known = session.ended.get(request.grant)
         if known is None:
             held = session.find_ticket(request.grant)
             if held is None:
-                return _unknown_grant(request)
+                return _told(_unknown_grant(request))
             missing = held.writing.find_unwritten()
             if missing is not None:
                 problem = f"granted block {missing} was not written to its end; put it, or abort"
-                return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="grant")
+                return _told(Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="grant"))
             known = self._publish(session, request.grant, held)
-        # Whoever asks may go away meanwhile: what is whole gets published all the same.
-        return _with_id(await asyncio.shield(known), request.id)
+        return _outlive(known, request.id)
 
     def _publish(self, session: TenantSession, grant: bytes, held: HeldTicket) -> asyncio.Future[CommitAnswer]:
         """From here on nothing writes to the ticket's slots."""
@@ -514,6 +517,15 @@ def _same(reply: Reply, request: Acquire | Reserve) -> Reply:
     """An id that was used for the other kind of grant means nothing."""
     expected = AcquireReply if isinstance(request, Acquire) else ReserveReply
     return _with_id(reply, request.id) if isinstance(reply, expected) else _ended(request)
+
+
+async def _told(reply: Reply) -> Reply:
+    return reply
+
+
+async def _outlive(published: asyncio.Future[CommitAnswer], request_id: int) -> Reply:
+    """Whoever asks may go away meanwhile: what is whole gets published all the same."""
+    return _with_id(await asyncio.shield(published), request_id)
 
 
 def _with_id(reply: Reply, request_id: int) -> Reply:
