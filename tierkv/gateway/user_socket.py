@@ -27,6 +27,8 @@ from tierkv.wire.frames import encode
 from tierkv.wire.messages import MAX_FRAME_BYTES, Error, ErrorCode
 
 MAX_CONNECTIONS = 64
+HANDSHAKE_MILLISECONDS = 2_000
+"""Who has not said by then what it is, or was turned away, is cut off; an honest client comes again."""
 SEND_QUEUE = 2
 RECEIVE_QUEUE = 2
 BACKLOG_BYTES = 2 * 2**20
@@ -79,6 +81,7 @@ class UserSocket:
             (zmq.ZAP_DOMAIN, self.domain),
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES + 2**20),  # a little more than a frame, for a typed answer
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS),
             (zmq.RCVHWM, RECEIVE_QUEUE),
             (zmq.SNDHWM, SEND_QUEUE),
             (zmq.ROUTER_MANDATORY, 1),
@@ -208,7 +211,9 @@ class Door:
         while True:
             version, request_id, domain, *_ = await self._socket.recv_multipart()
             found = self.sockets.get(domain)
-            verdict = [b"200", b"OK"] if found is not None and found.has_room() else [b"400", b"too many connections"]
+            has_room = found is not None and found.has_room()
+            # 300 is "not now": who was turned away is cut off a little later, and tries again by itself.
+            verdict = [b"200", b"OK"] if has_room else [b"300", b"too many connections"]
             await self._socket.send_multipart([version, request_id, *verdict, b"", b""])
 
     def close(self) -> None:
