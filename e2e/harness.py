@@ -76,7 +76,8 @@ def wait_until(condition: Callable[[], T], what: str, timeout_seconds: float = E
 
 @dataclass(frozen=True)
 class Ended:
-    """How a node ended. `flushed` and `dropped` are the bytes it reported, None where it did not."""
+    """How a node ended. `flushed` and `dropped` are the bytes that it reported, None where it did not; `extents` is how
+    many extents those were."""
 
     exit_code: int
     output: str
@@ -89,6 +90,11 @@ class Ended:
     @property
     def dropped(self) -> int | None:
         return self._number("dropped")
+
+    @property
+    def extents(self) -> tuple[int, int] | None:
+        found = re.search(r"stopped: .* of (\d+) and (\d+) extents", self.output)
+        return (int(found[1]), int(found[2])) if found else None
 
     def _number(self, name: str) -> int | None:
         found = re.search(rf"stopped: .*{name}=(\d+)", self.output)

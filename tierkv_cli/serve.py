@@ -40,6 +40,8 @@ def _option(words: SettingWords) -> Callable[[Callable[..., Any]], Callable[...,
 def command(*, config: str | None, **options: Any) -> int:
     """Run a node until it is told to stop (SIGTERM or Ctrl-C), then write what isn't on disk yet.
 
+    The last line says what was written and what was dropped since; exit code 4 when something was dropped.
+
     Each setting can be given as an option, as a TIERKV_ variable, or in a file; the option wins, then the variable.
     `tierkv config` shows what is in force. Sizes are written like 512MiB, 4GiB or 10GB.
     """

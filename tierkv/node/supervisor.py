@@ -80,7 +80,8 @@ def _say(line: str) -> None:
 
 
 def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
-    """Serve until a signal; the exit code. Call it from the main thread, which handles the signals.
+    """Serve until a signal; the exit code, which is 4 when something dirty was dropped at the end. Call it from the
+    main thread, which handles the signals.
 
     `say` gets one line when the node is ready and one at its end. Raises ConfigError, DataDirectoryError and
     DataDirectoryInUse before anything has been started.
@@ -493,7 +494,7 @@ class Supervisor:
             f"stopped: flushed={drained.flushed_bytes} dropped={drained.dropped_bytes} "
             f"(bytes, of {drained.flushed_extents} and {drained.dropped_extents} extents)"
         )
-        return 0
+        return IncompleteError.exit_code if drained.dropped_extents else 0
 
 
 def main(arguments: list[str]) -> int:
