@@ -71,6 +71,11 @@ class GivenUp:
 
 
 @dataclass(frozen=True)
+class StopBegan:
+    """The worker is about to be told to stop."""
+
+
+@dataclass(frozen=True)
 class IndexAge:
     """The index after a commit: rows with the recorder's numbers of the files that they describe, and the raw file."""
 
@@ -106,6 +111,25 @@ class Life:
         with self.recorder, self._watched(), Desk(self.root, health_seconds=20) as desk:
             self._store(desk, self.sample(1_000))
             self._store(desk, self.sample(2_000, num_blocks=3))
+
+    def run_stop(self, num_files: int) -> None:
+        """Many files, and a stop while some of them are being written."""
+        with self.recorder, self._watched(), Desk(self.root, health_seconds=20) as desk:
+            samples = [self.sample(100 * number, num_blocks=1) for number in range(1, num_files + 1)]
+            late = num_files // 10
+            self._store(desk, *samples[:-late])
+            desk.load(samples[0], self._op("load", samples[0]))
+            self._touch(desk, samples[:late])
+            for sample in samples[-late:]:
+                desk.send(desk.arena.write_order(sample, self._op("store", sample)))
+            self.recorder.note(StopBegan())
+            desk.stop()
+
+    @property
+    def stop_began(self) -> int:
+        """After how many events."""
+        events = enumerate(self.recorder.events)
+        return next(at for at, event in events if isinstance(event, Noted) and isinstance(event.note, StopBegan))
 
     @property
     def num_flushed(self) -> int:

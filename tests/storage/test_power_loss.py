@@ -69,6 +69,26 @@ def test_every_state_after_a_power_loss_is_started_on_and_keeps_what_was_flushed
     assert set(indexes) == {"absent", "aged", "torn", "cut", "garbage"}
 
 
+@pytest.mark.scenario(
+    "B122",
+    then="a kill or a power loss at 20 points and more of a stop under load costs nothing that was published: the start"
+    " succeeds and finds it, whatever of the index was committed by then",
+)
+def test_a_stop_that_is_cut_short_anywhere_costs_nothing_that_was_flushed(tmp_path: Path, fresh: Path) -> None:
+    life = Life(tmp_path)
+    life.run_stop(200)
+    began = life.stop_began
+    step = max(1, (len(life.recorder.events) - began) // 24)
+    states = life.recorder.states(per_point=1, seed=SEED, first=began, is_point=lambda at: (at - began) % step == 0)
+    points = set()
+    for number, state in enumerate(states):
+        (fresh / str(number)).mkdir()
+        check_state(fresh / str(number), state, life.samples, random.Random(number))
+        shutil.rmtree(fresh / str(number))
+        points.add(state.at)
+    assert len(points) >= 20
+
+
 def forget_the_flush_of_content(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TempFile, "flush", lambda temp: None)
 
