@@ -107,3 +107,14 @@ def test_what_was_sent_before_a_flush_goes_out_in_order(
     assert mover.wants_write
     mover.flush()
     assert [type(i) for i in worker.receive(1.0)] == [Remove, Stop]
+
+
+@pytest.mark.parametrize("last", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", b"\x00\x10\x00\x00" + b"\x91" * 4_096])
+def test_last_words_of_a_dead_worker_that_nobody_understands_are_its_last(mover: Mover, last: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    mover.attach(ours, pid=5, restarts=2, now=0.0)
+    with worker_end(theirs) as worker:
+        worker.send([HEALTHY], timeout_seconds=1.0)
+        assert mover.receive(1.0) == [HEALTHY]
+        theirs.send(last)
+    assert mover.receive_rest(1.0) == []

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse, IncompleteError, TierkvError
 from tierkv.node import incarnation as incarnation_module
 from tierkv.node import supervisor as supervisor_module
+from tierkv.node.control import HostLimit
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
 from tierkv.node.memory_room import MemoryRoom, require_memory
 from tierkv.node.socket_folder import claim_socket_folder
@@ -27,6 +29,16 @@ FRONT_THAT_DIES_AT_THE_END = """
 import sys
 from tierkv.node import front
 front.Front._drain = lambda self: sys.exit(9) if self._draining else None
+sys.exit(front.main(sys.argv[1:]))
+"""
+
+FRONT_THAT_GOES_MAD_ONCE = """
+import os, signal, socket, sys
+from tierkv.node import front
+if not os.path.exists({marker!r}):
+    open({marker!r}, "w").close()
+    socket.socket(fileno=int(sys.argv[1])).send({packet!r})
+    signal.pause()
 sys.exit(front.main(sys.argv[1:]))
 """
 
@@ -182,8 +194,26 @@ def test_a_front_that_dies_while_draining_leaves_the_loss_unknown(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "dying_front.py").write_text(FRONT_THAT_DIES_AT_THE_END)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(incarnation_module, "FRONT_MODULE", "dying_front")
     story = Story()
     assert run(settings(), say=story) == IncompleteError.exit_code
     assert story.lines[-1].startswith("stopped: flushed=unknown dropped=unknown")
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"\xc1", b"\x91" * 60_000, b"GET / HTTP/1.1", msgspec.msgpack.encode(HostLimit(num_bytes=2**60))],
+    ids=["no type", "nested", "text", "what only a supervisor says"],
+)
+def test_a_front_that_talks_nonsense_is_replaced_and_takes_nobody_with_it(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packet: bytes
+) -> None:
+    mad = FRONT_THAT_GOES_MAD_ONCE.format(marker=str(tmp_path / "was mad"), packet=packet)
+    (tmp_path / "mad_front.py").write_text(mad)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(incarnation_module, "FRONT_MODULE", "mad_front")
+    story = Story()
+    assert run(settings(), say=story) == 0
+    assert (tmp_path / "was mad").exists()
+    assert story.lines[-1].startswith("stopped: flushed=0 dropped=0")

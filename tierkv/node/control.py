@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tierkv.errors import TierkvError
+from tierkv.errors import TierkvError, WireError
 
 MAX_PACKET_BYTES = 65_536
 MAX_DESCRIPTORS = 4
@@ -234,17 +234,24 @@ class Control:
             _close_all(descriptors)
 
     def receive(self) -> tuple[AnyControlMessage, list[int]] | None:
-        """One message with its descriptors, which the caller owns; None when none is there, or `ended`."""
+        """One message with its descriptors, which the caller owns; None when none is there, or `ended`. Raises
+        WireError for a packet that is no message: the other process is not to be relied on any more."""
         if self.ended:
             return None
         try:
             packet, ancillary = self._receive_packet()
         except (BlockingIOError, InterruptedError):
             return None
+        descriptors = _descriptors(ancillary)
         if not packet:
+            _close_all(descriptors)
             self.ended = True
             return None
-        return _decoder.decode(packet), _descriptors(ancillary)
+        try:
+            return _decoder.decode(packet), descriptors
+        except (msgspec.DecodeError, RecursionError) as broken:
+            _close_all(descriptors)
+            raise WireError("malformed", f"a control message: {broken}") from broken
 
     def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)

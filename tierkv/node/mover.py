@@ -12,6 +12,7 @@ import socket
 from dataclasses import dataclass, field
 
 from tierkv.core.instructions import AnyInstruction, AnyReport, Recovered, RecoveryProgress, Stopped, TierHealth, Touch
+from tierkv.errors import WireError
 from tierkv.workers.channel import Channel, front_end
 
 SILENT_SECONDS = 5.0
@@ -118,10 +119,13 @@ class Mover:
         return reports
 
     def receive_rest(self, now: float) -> list[AnyReport]:
-        """All that a dead worker has said."""
+        """All that a dead worker has said, as far as it can be understood."""
         reports: list[AnyReport] = []
-        while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
-            reports += self.receive(now)
+        try:
+            while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
+                reports += self.receive(now)
+        except WireError as error:
+            log.error("the storage worker's last words: %s", error)
         return reports
 
     def _note(self, report: AnyReport) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from tierkv.config import Settings
-from tierkv.errors import ConfigError, IncompleteError, TierkvError
+from tierkv.errors import ConfigError, IncompleteError, TierkvError, WireError
 from tierkv.node.admission import Admission
 from tierkv.node.arena import are_huge_pages_possible
 from tierkv.node.children import FIRST_DELAY_SECONDS, Backoff, Child, IndexSuspicion
@@ -387,9 +387,19 @@ class Supervisor:
     # ---- control messages
 
     def _take_control(self) -> None:
+        """What can't be understood costs the front that said it its life, and nobody else anything."""
         incarnation = self._incarnation
-        while incarnation is not None and (found := incarnation.control.receive()) is not None:
-            self._on_control(incarnation, found[0])
+        try:
+            while incarnation is not None and (found := incarnation.control.receive()) is not None:
+                message, descriptors = found
+                for fd in descriptors:  # a front has none to give
+                    os.close(fd)
+                self._on_control(incarnation, message)
+        except WireError as error:
+            assert incarnation is not None
+            log.error("front %d can't be understood; ending it: %s", incarnation.front.pid, error)
+            incarnation.control.ended = True
+            incarnation.front.kill()
 
     def _on_control(self, incarnation: Incarnation, message: AnyControlMessage) -> None:
         match message:
@@ -412,7 +422,7 @@ class Supervisor:
             case Drained():
                 self._drained = message
             case _:
-                raise TierkvError(f"a supervisor is not told {type(message).__name__}")
+                raise WireError("malformed", f"a supervisor is not told {type(message).__name__}")
 
     def _announce(self, incarnation: Incarnation) -> None:
         is_recovered = incarnation.is_recovered or self._settings.data_dir is None

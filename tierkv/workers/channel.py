@@ -97,7 +97,7 @@ class FrameReader:
                     break
                 messages.append(decode(view[start + _LENGTH.size : stop]))
                 start = stop
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(ErrorCode.MALFORMED, f"a message on the channel does not decode: {error}") from error
         return messages, start
 
