@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from contextlib import ExitStack
 
 from tierkv.config import Settings
@@ -27,7 +26,7 @@ class Incarnation:
     """Owns the memory, the control socket and, through `front` and `worker`, the processes."""
 
     def __init__(self, settings: Settings, clock: NodeClock, lock_fd: int, *, front_restarts: int) -> None:
-        self.number = time.time_ns() // 1_000_000
+        self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
         self.is_ready = False
         self.is_recovered = False
         self.worker: Child | None = None
