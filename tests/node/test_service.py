@@ -26,6 +26,7 @@ from tierkv.node.core_calls import CoreFailed
 from tierkv.node.front_sessions import FrontSession
 from tierkv.wire.messages import (
     MAX_FRAME_BYTES,
+    Abort,
     Acquire,
     Commit,
     Done,
@@ -260,12 +261,33 @@ def test_an_exception_out_of_the_core_ends_the_front(kit: Kit, monkeypatch: pyte
         kit.send(Match, group=GROUP, keys=prompt(1)[0])
 
 
-def test_a_peer_that_takes_no_replies_loses_them_and_they_are_counted(kit: Kit) -> None:
+@pytest.mark.scenario(
+    "B162", then="replies beyond the queue are lost and counted, the session ends as a slow consumer, others go on"
+)
+def test_who_takes_no_replies_loses_them_and_its_session_but_may_end_what_it_holds(kit: Kit) -> None:
+    kit.open()
+    keys, tokens = prompt(2)
+    ticket = {"grant": b"t" * 16, "group": GROUP}
+    assert kit.ask(Reserve, **ticket, keys=keys, tokens=tokens, first=0).offsets
     kit.takes_replies = False
     for _ in range(3):
-        kit.send(Hello, protocol=1)
+        kit.send(Match, group=GROUP, keys=keys)
     kit.takes_replies = True
-    assert kit.ask(Status).counters["dropped_replies"] == 3
+    refused = kit.ask(Match, group=GROUP, keys=keys)
+    assert (refused.code, refused.problem.partition(":")[0]) == (ErrorCode.SESSION_GONE, "slow_consumer")
+    assert isinstance(kit.ask(Abort, grant=b"t" * 16), Done)
+    kit.join(TOOL)
+    told = kit.ask(Status, session=TOOL)
+    assert (told.counters["dropped_replies"], told.counters["slow_sessions"], told.tickets) == (3, 1, 0)
+
+
+def test_an_error_to_nobody_in_particular_that_is_lost_ends_no_session(kit: Kit) -> None:
+    kit.takes_replies = False
+    kit.send(Hello, protocol=1, session=b"x" * 16)
+    kit.service.handle(b"peer", b"rubbish", kit.now)
+    kit.takes_replies = True
+    told = kit.ask(Status)
+    assert (told.counters["dropped_replies"], told.counters["slow_sessions"]) == (2, 0)
 
 
 # ---- holders

@@ -77,3 +77,4 @@ class Snapshot:
     io_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
     request_errors: Mapping[str, int] = field(default_factory=dict)
     dropped_replies: int = 0
+    slow_sessions: int = 0

@@ -106,6 +106,10 @@ METRICS: tuple[Declared, ...] = (
         "dropped_replies_total", "counter", "", (), "Replies thrown away because the client did not take them.",
         _one(lambda s: s.dropped_replies),
     ),
+    Declared(
+        "slow_sessions_total", "counter", "", (), "Sessions ended because their client did not read its replies.",
+        _one(lambda s: s.slow_sessions),
+    ),
     # ---- loading
     Declared(
         "asked_tokens_total", "counter", "tokens", (), "Tokens of whole blocks that engines asked to load.",

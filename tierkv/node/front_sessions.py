@@ -10,12 +10,14 @@ from tierkv.wire.messages import Error, ErrorCode
 
 @dataclass(slots=True)
 class FrontSession:
-    """Closed: no new requests come from it, though what it holds stays held."""
+    """Closed: no new requests come from it, though what it holds stays held. Slow: closed by us, as it did not read
+    its replies; its process goes on, and may still end what it holds."""
 
     token: bytes
     client: str
     maps_arena: bool
     is_closed: bool = False
+    is_slow: bool = False
     groups: set[bytes] = field(default_factory=set)
 
 
@@ -40,6 +42,14 @@ class SessionTable:
         session = self._sessions.get(token)
         if session is not None:
             session.is_closed = True
+
+    def is_first_lost(self, token: bytes) -> bool:
+        """A reply of this session was lost. Whether that is news; it is slow from now on."""
+        session = self._sessions.get(token)
+        if session is None or session.is_slow:
+            return False
+        session.is_slow = True
+        return True
 
     def find(self, token: bytes) -> FrontSession | None:
         session = self._sessions.get(token)

@@ -1,7 +1,8 @@
 """The front's ZeroMQ socket: requests of many engines, one frame each way. Never waits.
 
 too long for MAX_FRAME_BYTES     reaches us up to twice that, for a typed answer; beyond, ZeroMQ cuts the peer off
-a peer that does not read        its replies are dropped once SEND_QUEUE are waiting; nobody else notices
+a peer that does not read        its replies are dropped once SEND_QUEUE are waiting, and its session ends with the
+                                 first that is (slow_consumer); nobody else notices
 requests not yet read            RECEIVE_QUEUE for each peer, then that peer's own send queue fills
 """
 

@@ -49,6 +49,7 @@ MAX_GROUPS = 10_000
 
 _WHILE_RECOVERING = (Hello, Status, OpenGroup)
 _WHILE_STOPPING = (Hello, Status, Usage, Commit, Abort, Release)
+_WHEN_SLOW = (Commit, Abort, Release)
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Service:
         self._outbox = outbox
         self._facts = facts
         self._known_groups: set[bytes] = set()
+        outbox.on_lost = self._on_lost_reply
         self._reading = Reading(core, sessions, outbox)
         self._writing = Writing(core, sessions, outbox)
         self._operating = Operating(core, has_nvme=facts.has_nvme, status=status, usage=usage)
@@ -116,6 +118,9 @@ class Service:
         session = self._sessions.find(request.session)
         if session is None or session.is_closed:
             problem = "no such session; the node was restarted, or the session has ended: open a new one"
+            return Error(id=request.id, code=ErrorCode.SESSION_GONE, problem=problem, field="session")
+        if session.is_slow and not isinstance(request, _WHEN_SLOW):
+            problem = "slow_consumer: this session did not read its replies, and some were lost: open a new one"
             return Error(id=request.id, code=ErrorCode.SESSION_GONE, problem=problem, field="session")
         if self.is_stopping and not isinstance(request, _WHILE_STOPPING):
             return shutting_down(request.id)
@@ -183,6 +188,13 @@ class Service:
         self._core.seals.take_session(token)
         self._core.do(now, lambda: self._state.end_session(token, now))
         self._writing.session_ended(now)
+
+    def _on_lost_reply(self, token: bytes) -> None:
+        """Whoever does not read what it asked for gets no more of it, so that its backlog ends at what ZeroMQ and the
+        kernel hold. With a new session it starts afresh."""
+        if self._sessions.is_first_lost(token):
+            self._outbox.slow_sessions += 1
+            log.warning("session %s does not read its replies: slow_consumer", token.hex())
 
     def on_report(self, report: AnyReport, now: float) -> None:
         if isinstance(report, ScrubProgress):

@@ -136,6 +136,7 @@ class Survey:
             io_errors=dict(_io_errors(worker.errors)),
             request_errors=dict(self._outbox.errors),
             dropped_replies=self._outbox.dropped,
+            slow_sessions=self._outbox.slow_sessions,
         )
 
     # ---- parts
@@ -234,6 +235,7 @@ class Survey:
         counters |= {f"errors.{code}": count for code, count in self._outbox.errors.items()}
         counters |= {f"requests.{name}": sum(seen.counts) for name, seen in self._outbox.latencies.items()}
         counters["dropped_replies"] = self._outbox.dropped
+        counters["slow_sessions"] = self._outbox.slow_sessions
         counters["skipped_touches"] = self._worker.skipped_touches
         return counters
 
