@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.config.test_sources import VALUES
-from tierkv.config import Settings, option_name
+from tierkv.config import Settings, option_name, variable_name
 from tierkv.errors import DataDirectoryInUse
 from tierkv_cli.serve import command
 
@@ -29,14 +30,25 @@ def test_every_setting_is_an_option():
     assert {option_name(name) for name in Settings.model_fields} <= options
 
 
+@pytest.mark.scenario("B238", then="each setting arrives at the node, by option, by variable and from the file")
+@pytest.mark.parametrize("source", ["option", "variable", "file"])
 @pytest.mark.parametrize("name", VALUES)
-def test_what_an_option_gives_arrives_at_the_node(name, tierkv, started, tmp_path):
-    value = VALUES[name][2]
-    beside = [] if name == "data_dir" else ["--data-dir", str(tmp_path)]
-    given = [option_name(name), str(value)]
-    if isinstance(value, bool):
-        given = [option_name(name) if value else f"--no-{option_name(name)[2:]}"]
-    assert tierkv("serve", *beside, *given).code == 0
+def test_a_setting_that_is_given_arrives_at_the_node(name, source, tierkv, started, tmp_path, monkeypatch):
+    in_file, in_env, as_option = VALUES[name]
+    arguments = [] if name == "data_dir" else ["--data-dir", str(tmp_path)]
+    if source == "option":
+        value = as_option
+        arguments += [option_name(name), str(value)]
+        if isinstance(value, bool):
+            arguments[-2:] = [option_name(name) if value else f"--no-{option_name(name)[2:]}"]
+    elif source == "variable":
+        value = in_env
+        monkeypatch.setenv(variable_name(name), value)
+    else:
+        value = tomllib.loads(f"value = {in_file}")["value"]
+        (tmp_path / "t.toml").write_text(f"{name} = {in_file}\n")
+        arguments += ["--config", str(tmp_path / "t.toml")]
+    assert tierkv("serve", *arguments).code == 0
     expected = Settings.model_validate({"data_dir": tmp_path, name: value})
     assert getattr(started[0], name) == getattr(expected, name)
 

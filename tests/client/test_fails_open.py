@@ -89,7 +89,7 @@ def test_a_node_that_went_away_is_back_as_soon_as_the_pause_is_over(
 ) -> None:
     store(group, TOKENS)
     node.go()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "tierkv.client"):
         for _ in range(6):
             assert group.match(TOKENS).reason is Reason.NODE_AWAY
             skip_time(client, 2.0)  # probes, and fails, each time
@@ -237,6 +237,7 @@ def test_a_layout_refused_later_is_a_miss(node: FakeNode, client: Client, group:
 def test_a_node_that_makes_other_keys_is_named_and_not_gone_on_with_in_silence(
     node: FakeNode, client: Client, group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "tierkv.client")
     node.restart_front(notice=True)
     theirs = b"other key scheme".ljust(32)
     for _ in range(2):
@@ -248,6 +249,20 @@ def test_a_node_that_makes_other_keys_is_named_and_not_gone_on_with_in_silence(
     assert theirs.hex() in warning
     assert group.key.hex() in warning
     assert client.counters.by_reason[Reason.KEY_MISMATCH] == 2
+
+
+def test_a_model_that_the_node_refuses_is_told_once_in_the_node_s_words(
+    node: FakeNode, client: Client, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "tierkv.client")
+    node.restart_front(notice=True)
+    for _ in range(2):
+        node.script[OpenGroup].append(
+            answer(lambda request: Error(id=request.id, code=ErrorCode.INVALID, problem="raise slab_bytes", field="x"))
+        )
+        assert group.match(TOKENS).blocks == 0
+    (warning,) = [record.getMessage() for record in caplog.records if "nothing is cached" in record.getMessage()]
+    assert "raise slab_bytes" in warning
 
 
 def test_a_closed_client_misses(node: FakeNode) -> None:

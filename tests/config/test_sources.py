@@ -66,6 +66,7 @@ def test_every_setting_is_tried_below():
     assert set(VALUES) == set(Settings.model_fields)
 
 
+@pytest.mark.scenario("B238", then="for each setting an option beats a variable beats the file, and its source is told")
 @pytest.mark.parametrize("name", VALUES)
 def test_an_option_beats_a_variable_beats_the_file_beats_the_default(name, tmp_path):
     in_file, in_env, as_option = VALUES[name]
@@ -91,6 +92,7 @@ def test_an_option_that_was_not_given_is_none_and_does_not_count():
     assert loaded({"host_bytes": None}, {"TIERKV_HOST_BYTES": "1GiB"}).settings.host_bytes == GiB
 
 
+@pytest.mark.scenario("B238", then="an unknown key, variable or option ends with 2 and the nearest name")
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
@@ -106,6 +108,19 @@ def test_a_typo_is_an_error_that_names_what_was_meant(given, nearest, tmp_path):
     error = refusal(**given, tmp_path=tmp_path)
     assert f"did you mean {nearest}?" in error.problem
     assert error.exit_code == 2
+
+
+@pytest.mark.scenario("B238", then="any name with a letter missing, doubled or swapped is named by the right one")
+@pytest.mark.parametrize("name", VALUES)
+def test_a_slip_in_any_name_is_caught_in_the_file_and_in_the_environment(name, tmp_path):
+    middle = len(name) // 2
+    slips = {name[:middle] + name[middle + 1 :], name[:middle] + name[middle] + name[middle:], name + "s"}
+    slips |= {name[: middle - 1] + name[middle] + name[middle - 1] + name[middle + 1 :]}
+    for slip in slips - set(Settings.model_fields):
+        assert f"did you mean {name}?" in refusal(text=f"{slip} = 1", tmp_path=tmp_path).problem
+        variable = variable_name(slip)
+        if not variable.startswith("TIERKV_TEST_"):
+            assert f"did you mean {variable_name(name)}?" in refusal(env={variable: "1"}).problem
 
 
 def test_an_unknown_name_like_nothing_is_an_error_without_a_guess():

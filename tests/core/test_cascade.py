@@ -126,3 +126,35 @@ def test_a_group_that_fills_the_tier_over_and_over_and_is_never_hit_is_named_onc
     told = [notice for notice in bench.notices if isinstance(notice, NeverHit)]
     assert [notice.group for notice in told] == ([] if is_read else [bench.spec.group])
     assert all(10 * 8 * PAGE < notice.written_bytes <= written for notice in told)
+
+
+def test_no_more_reads_and_writes_than_allowed_are_under_way() -> None:
+    bench = Bench(host_slots=12, extent_blocks=1)
+    prompts = [bench.prompt(number) for number in range(9)]
+    for prompt in prompts:
+        bench.store(prompt)
+        bench.seal(prompt)
+    assert len(bench.worker.waiting) == bench.limits.inflight_writes == 4
+    bench.work()
+    bench.start()
+    for prompt in prompts:
+        assert isinstance(bench.acquire(prompt), Waiting)
+    assert len(bench.worker.waiting) == bench.limits.inflight_reads == 4
+    bench.work()
+    assert [bench.match(prompt) for prompt in prompts] == [(1, 1)] * 9
+
+
+def test_last_use_goes_to_disk_every_so_many_seconds() -> None:
+    bench = Bench(host_slots=4)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    bench.tick(bench.limits.touch_seconds)
+    bench.release(bench.load(prompt))
+    before = bench.worker.touched
+    due = bench.state.next_wakeup()
+    assert due is not None
+    assert 0 < due - bench.now <= bench.limits.touch_seconds
+    bench.tick(due - bench.now - 0.1)
+    assert bench.worker.touched == before
+    bench.tick(0.1)
+    assert bench.worker.touched == before + 1

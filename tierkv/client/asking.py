@@ -231,6 +231,8 @@ class Asking:
                 return Failure(Reason.KEY_MISMATCH)
             group.persistent, group.persistence_reason = answer.persistent, answer.reason
             session.opened.add(group.key)
+        elif isinstance(answer, Failure) and answer.error is not None and answer.error.code == ErrorCode.INVALID:
+            self._state.warn_once(f"it refuses this model, so nothing is cached: {answer.error.problem}")
         return answer
 
     def _ready(self, until: float) -> Verb[Session | Failure]:

@@ -40,6 +40,7 @@ from tierkv.node.control import (
     Begin,
     Control,
     DirectoryGone,
+    FrontSettings,
     GatewayHeard,
     HostLimit,
     Ping,
@@ -87,6 +88,22 @@ _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 log = logging.getLogger(__name__)
 
 
+def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
+    """`nvme_bytes` is the room that there is, where the node has a data directory."""
+    return Limits(
+        host_bytes=settings.host_bytes,
+        slab_bytes=settings.slab_bytes,
+        extent_bytes=settings.extent_bytes,
+        nvme_bytes=nvme_bytes if settings.data_dir else 0,
+        seal_after_seconds=settings.seal_after_seconds,
+        session_bytes=settings.session_bytes,
+        inflight_writes=settings.inflight_writes,
+        inflight_reads=settings.inflight_reads,
+        page_bytes=PAGE_BYTES,
+        touch_seconds=settings.touch_seconds,
+    )
+
+
 class Front:
     """Owns the ROUTER socket, the channel to the worker, the control socket and the mapping of the generations."""
 
@@ -98,7 +115,7 @@ class Front:
         self._has_nvme = bool(settings.data_dir)
         self._generations = _map_generations(generations_fd)
         self._nvme_room = NvmeRoom(settings.nvme_bytes, settings.nvme_reserve_bytes, read_only=settings.read_only)
-        state = CacheState(self._limits(), self._generations)
+        state = CacheState(limits_of(settings, self._nvme_room.num_bytes), self._generations)
         self._mover = Mover()
         self._router = Router(Path(settings.socket_dir))
         self._outbox = Outbox(self._router.send, self._now)
@@ -143,21 +160,6 @@ class Front:
         self._service.host_limit(begin.host_limit_bytes, self._now())
         if self._has_nvme:
             _begin_bulk_loading()
-
-    def _limits(self) -> Limits:
-        settings = self._settings
-        return Limits(
-            host_bytes=settings.host_bytes,
-            slab_bytes=settings.slab_bytes,
-            extent_bytes=settings.extent_bytes,
-            nvme_bytes=self._nvme_room.num_bytes if self._has_nvme else 0,
-            seal_after_seconds=settings.seal_after_seconds,
-            session_bytes=settings.session_bytes,
-            inflight_writes=settings.inflight_writes,
-            inflight_reads=settings.inflight_reads,
-            page_bytes=PAGE_BYTES,
-            touch_seconds=settings.touch_seconds,
-        )
 
     # ---- the loop
 

@@ -30,7 +30,15 @@ def start_worker(
     settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
 ) -> Child:
     """`discard_index`: the last worker died before it could use the index, so it is set aside and rebuilt."""
-    config = WorkerConfig(
+    config = worker_config(settings, resources, clock, sends_rows=sends_rows, discard_index=discard_index)
+    inherited = [resources.channel_fd, resources.arena_fd, resources.lifeline_fd, resources.lock_fd]
+    return Child(WORKER_MODULE, [config.encode()], inherited)
+
+
+def worker_config(
+    settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
+) -> WorkerConfig:
+    return WorkerConfig(
         data_dir=str(settings.data_dir),
         channel_fd=resources.channel_fd,
         arena_fd=resources.arena_fd,
@@ -52,5 +60,3 @@ def start_worker(
         discard_index=discard_index,
         log_level=settings.log_level,
     )
-    inherited = [resources.channel_fd, resources.arena_fd, resources.lifeline_fd, resources.lock_fd]
-    return Child(WORKER_MODULE, [config.encode()], inherited)

@@ -1,0 +1,156 @@
+"""Every setting has an effect: it arrives where it is acted upon, and a test shows what it does there.
+
+What arrives from where (option, variable, file) and which wins is in tests/config/test_sources.py and
+tests/cli/test_serve.py. A setting without a row here fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.machines import machine
+from tests.config.test_sources import VALUES
+from tests.kinds.markers import names_of_tests
+from tests.kinds.tables import ROOT
+from tierkv.config import Settings
+from tierkv.core.state import Limits
+from tierkv.node.clock import NodeClock
+from tierkv.node.control import FrontSettings
+from tierkv.node.front import limits_of
+from tierkv.node.incarnation import front_settings
+from tierkv.node.nvme_room import NvmeRoom
+from tierkv.node.worker_command import WorkerResources, worker_config
+from tierkv.workers.worker_config import WorkerConfig
+
+
+def limits(settings: Settings) -> Limits:
+    return limits_of(front_settings(settings), settings.nvme_bytes or 2**40)
+
+
+def worker(settings: Settings) -> WorkerConfig:
+    resources = WorkerResources(channel_fd=1, arena_fd=2, arena_bytes=3, lifeline_fd=4, lock_fd=5)
+    return worker_config(settings, resources, NodeClock(0.0, 0.0), sends_rows=True, discard_index=False)
+
+
+def front(settings: Settings) -> FrontSettings:
+    return front_settings(settings)
+
+
+def itself(settings: Settings) -> Settings:
+    """The supervisor acts on the settings as they are."""
+    return settings
+
+
+# setting -> what it becomes for those who act on it, by name; and the test that shows the effect
+EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
+    "data_dir": ({"data_dir": worker}, "e2e/test_cli.py::test_files_appear_below_the_data_directory_and_nowhere_else"),
+    "socket_dir": ({"socket_dir": front}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
+    "read_only": ({"read_only": worker}, ""),
+    "name": (
+        {"name": itself},
+        "tests/config/test_settings.py::test_nodes_without_a_data_directory_are_told_apart_by_name",
+    ),
+    "host_bytes": ({"host_bytes": limits}, "e2e/test_caps.py::test_host_memory"),
+    "nvme_bytes": ({"nvme_bytes": limits}, "e2e/test_caps.py::test_room_on_disk"),
+    "nvme_reserve_bytes": (
+        {"nvme_reserve_bytes": front, "reserve_bytes": worker},
+        "tests/workers/test_storage.py::test_the_reserve_is_not_written_into",
+    ),
+    "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
+    "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
+    "quarantine_days": ({"quarantine_seconds": worker}, "tests/storage/test_quarantine.py::test_what_is_too_old_goes"),
+    "slab_bytes": ({"slab_bytes": limits}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
+    "extent_bytes": ({"extent_bytes": limits}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
+    "seal_after_seconds": (
+        {"seal_after_seconds": limits},
+        "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say",
+    ),
+    "touch_seconds": (
+        {"touch_seconds": limits},
+        "tests/core/test_cascade.py::test_last_use_goes_to_disk_every_so_many_seconds",
+    ),
+    "index_map_bytes": (
+        {"index_map_bytes": worker},
+        "tests/storage/test_catalog.py::test_a_huge_map_is_had_whole",
+    ),
+    "io_threads": (
+        {"io_threads": worker},
+        "tests/workers/test_storage.py::test_a_read_finds_a_thread_while_writes_hold_all_others",
+    ),
+    "inflight_writes": (
+        {"inflight_writes": limits},
+        "tests/core/test_cascade.py::test_no_more_reads_and_writes_than_allowed_are_under_way",
+    ),
+    "inflight_reads": (
+        {"inflight_reads": limits},
+        "tests/core/test_cascade.py::test_no_more_reads_and_writes_than_allowed_are_under_way",
+    ),
+    "direct_io": ({"direct_io": worker}, "tests/storage/test_directory.py::test_direct_transfers_can_be_switched_off"),
+    "huge_pages": (
+        {"huge_pages": itself},
+        "tests/node/test_arena.py::test_huge_pages_are_asked_for_only_where_the_kernel_allows_them",
+    ),
+    "drain_seconds": (
+        {"drain_seconds": itself},
+        "e2e/test_node_lifecycle.py::test_a_budget_that_is_too_short_is_kept_and_the_loss_is_said",
+    ),
+    "lock_wait_seconds": (
+        {"lock_wait_seconds": itself},
+        "tests/node/test_lock.py::test_a_start_waits_for_the_lock_and_takes_it_when_it_comes_free",
+    ),
+    "inline_users": (
+        {"has_gateway": front},
+        "",
+    ),
+    "inline_dir": ({"inline_dir": itself}, ""),
+    "inline_bytes": ({"inline_bytes": itself}, ""),
+    "metrics_port": (
+        {"metrics_port": front},
+        "e2e/test_cli.py::test_metrics_equal_what_was_done_and_stand_still_when_nothing_is",
+    ),
+    "metrics_host": (
+        {"metrics_host": front},
+        "tests/node/test_supervisor.py::test_a_metrics_address_that_can_not_be_had_names_the_setting",
+    ),
+    "log_level": (
+        {"log_level": worker},
+        "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say",
+    ),
+}
+
+
+@pytest.mark.scenario("B238", then="every setting there is has a row with its effect; a new one without fails")
+def test_every_setting_has_an_effect() -> None:
+    assert set(EFFECTS) == set(Settings.model_fields)
+
+
+def settings(**given: Any) -> Settings:
+    return Settings.model_validate({"data_dir": "/d", "inline_users": "7"} | given, context={"machine": machine()})
+
+
+@pytest.mark.scenario("B238", then="each setting, changed alone, arrives changed where it is acted upon")
+@pytest.mark.parametrize("name", EFFECTS)
+def test_a_setting_arrives_where_it_is_acted_upon(name: str) -> None:
+    given = VALUES[name][2]
+    usual: dict[str, Any] = {"inline_users": ""} if name == "inline_users" else {}
+    for field, made_of in EFFECTS[name][0].items():
+        before, after = getattr(made_of(settings(**usual)), field), getattr(made_of(settings(**{name: given})), field)
+        assert before != after, field
+        if isinstance(given, Path):
+            assert str(after) == str(given)
+        elif isinstance(given, int | float) and field == name:
+            assert after == given
+
+
+def test_room_on_disk_is_what_was_asked_for_less_the_reserve() -> None:
+    assert NvmeRoom(2**30, 2**20).num_bytes == 2**30
+
+
+@pytest.mark.parametrize("name", [name for name, (_, test) in EFFECTS.items() if test])
+def test_the_test_of_a_setting_exists(name: str) -> None:
+    path, _, test = EFFECTS[name][1].partition("::")
+    assert test in names_of_tests((ROOT / path).read_text())
