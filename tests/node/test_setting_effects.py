@@ -102,6 +102,11 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"lock_wait_seconds": itself},
         "tests/node/test_lock.py::test_a_start_waits_for_the_lock_and_takes_it_when_it_comes_free",
     ),
+    "hang_seconds": ({"hang_seconds": front}, "e2e/test_health.py::test_a_hung_front_is_replaced_and_engines_go_on"),
+    "stuck_seconds": (
+        {"stuck_seconds": worker},
+        "tests/workers/test_pulse.py::test_a_call_that_does_not_come_back_closes_the_gate_until_it_does",
+    ),
     "inline_users": (
         {"has_gateway": front},
         "",
