@@ -183,6 +183,7 @@ def test_a_commit_sent_twice_is_answered_alike_and_done_once() -> None:
     assert bench.host_used() == 2
 
 
+@pytest.mark.scenario("B047", then="the commit of an attempt that was given up is refused and publishes nothing")
 def test_the_commit_of_a_stale_attempt_publishes_nothing() -> None:
     bench = Bench(host_slots=2, nvme_bytes=0)
     prompt = bench.prompt(1)

@@ -6,14 +6,16 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.system_calls import ERRNOS, Fault, ShortTransfers
+from tests.faults.system_calls import ERRNOS, Fault, ShortTransfers, hold, inject
 from tests.storage.samples import POISON, Sample, path_of, temp_files
 from tierkv.core.reasons import Reason
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import WrittenFile, read_blocks, remove_extent, verify_file, write_extent
+from tierkv.storage.format import file_bytes
 from tierkv.storage.system_calls import Failure
 
 REASONS = {
@@ -142,6 +144,37 @@ def test_a_refused_direct_write_goes_on_buffered_from_then_on(
     second.write(directory)
     assert fault.calls - calls == 2  # blocks and header, neither tried twice
     assert first.read(directory).valid == second.read(directory).valid == 3
+
+
+@pytest.mark.scenario(
+    "B043",
+    then="two writers of one key have temp files of their own: one is held half way and fails, the other's file is"
+    " whole and right, and no temp file is left",
+)
+def test_two_writers_of_one_key_have_nothing_in_common_but_the_name(directory: DataDirectory) -> None:
+    slow, quick = Sample(num_blocks=3), Sample(num_blocks=2)
+    assert slow.name == quick.name
+    outcomes: list[WrittenFile | Failure] = []
+    writer = threading.Thread(target=lambda: outcomes.append(try_to_write(directory, slow)))
+
+    def is_slow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return threading.current_thread() is writer
+
+    with inject(errno.EIO, "pwritev", nth=1, when=is_slow), hold("pwritev", when=is_slow, after=True) as barrier:
+        writer.start()
+        barrier.wait_reached()
+        (half,) = temp_files(directory)
+        quick.write(directory)
+        assert temp_files(directory) == [half]
+        barrier.release()
+        writer.join(20)
+    (failed,) = outcomes
+    assert isinstance(failed, Failure)
+    assert failed.errno_name == "EIO"
+    assert temp_files(directory) == []
+    assert path_of(directory, quick.name).stat().st_size == file_bytes(2, 4096, 4096)
+    assert verify_file(directory, quick.name).valid == quick.read(directory).valid == 2
+    assert [quick.read_back(index) for index in range(2)] == quick.blocks
 
 
 def test_an_error_while_one_piece_is_hashed_waits_for_the_hashing(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.faults.system_calls import ShortTransfers, inject
 from tests.storage.samples import FINGERPRINT, Sample
 from tests.workers.desk import SECONDS, Desk, remove_order
 from tierkv.core.identity import Identity
@@ -330,6 +332,87 @@ class Faulty(Files):
 
 FULL = Failure(Reason.DISK_FULL, "pwritev", "ENOSPC", "No space left on device")
 SICK = Failure(Reason.IO_ERROR, "preadv", "EIO", "Input/output error")
+
+
+@pytest.mark.scenario(
+    "B044",
+    then="an error at the write, the flush or the rename leaves no file, no temp file and no row; what was stored"
+    " before it is all that the next start finds, and the failure is counted once by call and error",
+)
+@pytest.mark.parametrize("operation", ["pwritev", "fdatasync", "rename"])
+def test_a_store_that_fails_at_any_step_leaves_nothing_of_itself(root: Path, operation: str) -> None:
+    before, failing = Sample(seed=50), Sample(num_blocks=4)
+    with Desk(root) as desk:
+        desk.store(before, 1)
+        desk.open(failing)
+        with inject(errno.EIO, operation):
+            desk.send(desk.arena.write_order(failing, 2))
+            failed = desk.answer(2)
+        assert isinstance(failed, OpFailed)
+        assert failed.reason == Reason.IO_ERROR
+        assert os.listdir(root / "tmp") == []
+        assert not path_of(root, failing).exists()
+        assert desk.load(failing, 3).reason == Reason.NOT_FOUND
+        health = desk.health(lambda health: health.writable)
+        assert health.errors[f"{operation} EIO"] == 1
+        desk.stop()
+    assert count_rows(root) == 1
+    with Desk(root) as desk:
+        assert desk.recovered().extents == 1
+        on_disk = sum(path.stat().st_size for path in root.glob("models/*/*/*/*/*.kv"))
+        assert sum(row.file_bytes for row in desk.rows.values()) == on_disk
+
+
+@pytest.mark.scenario(
+    "B045",
+    then="a write that writes nothing fails and leaves no file; files that somebody cut to nothing are short_file, go"
+    " to quarantine while the start goes on, and are counted there",
+)
+def test_a_file_of_no_bytes_is_never_a_success(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, cut, also_cut, empty = (Sample(seed=50 * number + 1) for number in range(4))
+    with Desk(root) as desk:
+        for op, sample in enumerate((good, cut, also_cut)):
+            desk.store(sample, op)
+        with monkeypatch.context() as patch:
+            ShortTransfers(patch, "pwritev", 0)
+            desk.send(desk.arena.write_order(empty, 9))
+            failed = desk.answer(9)
+        assert isinstance(failed, OpFailed)
+        assert not path_of(root, empty).exists()
+        os.truncate(path_of(root, cut), 0)
+        desk.stop()
+    os.truncate(path_of(root, also_cut), 0)
+    with Desk(root) as desk:
+        recovered = desk.recovered()
+        assert (recovered.extents, recovered.quarantined) == (1, 2)
+        assert all(Reason.SHORT_FILE in name for name in os.listdir(root / "quarantine"))
+        assert desk.wait_type(TierHealth).quarantined_files == 2
+        assert desk.load(cut, 1).reason == Reason.NOT_FOUND
+        assert desk.load(good, 2).valid == 3
+
+
+@pytest.mark.scenario(
+    "B051",
+    then="of 64 extents asked for at once, one of which was removed a moment before, 63 come and the other is"
+    " not_found; of 64 written at once, one of which can't be, 63 are flushed and the other has its reason",
+)
+def test_one_of_a_batch_that_is_missing_costs_nothing_but_itself(root: Path) -> None:
+    samples = [Sample(seed=50 * number + 1, num_blocks=1) for number in range(64)]
+    with Desk(root) as desk:
+        desk.open(samples[0])
+        orders = [desk.arena.write_order(sample, op) for op, sample in enumerate(samples)]
+        orders[10] = msgspec.structs.replace(orders[10], tokens=bytes(16))  # its keys are not those of its tokens
+        desk.send(*orders)
+        answers = [desk.answer(op) for op in range(64)]
+        assert [op for op, answer in enumerate(answers) if not isinstance(answer, WriteDone)] == [10]
+        assert isinstance(answers[10], OpFailed)
+        assert answers[10].reason == Reason.KEY_MISMATCH
+        desk.store(samples[10], 100)
+        desk.send(remove_order(samples[10], 101))
+        desk.send(*(desk.arena.read_order(sample, 200 + op) for op, sample in enumerate(samples)))
+        reads = [desk.answer(200 + op) for op in range(64)]
+        assert all(isinstance(read, ReadDone) for read in reads)
+        assert [(op, read.reason) for op, read in enumerate(reads) if read.valid != 1] == [(10, Reason.NOT_FOUND)]  # type: ignore[union-attr]
 
 
 def test_a_write_is_reported_after_its_folders_were_flushed(root: Path) -> None:
