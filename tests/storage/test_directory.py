@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.system_calls import hold
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
 from tierkv.storage import directory as module
 from tierkv.storage.directory import FOLDERS, DataDirectory
@@ -446,3 +447,22 @@ def test_threads_may_ask_and_flush_side_by_side(directory: DataDirectory) -> Non
     for thread in threads:
         thread.join()
     assert [directory.unflushed(shelf) for shelf in shelves] == [(shelf,) for shelf in shelves]
+
+
+def test_a_folder_that_is_made_anew_while_its_parent_is_flushed_is_not_covered(directory: DataDirectory) -> None:
+    """Another thread removed the last file, and with it the folder, and a third one writes into it again."""
+    with directory.folder(SHELF, create=True):
+        assert SHELF[:-1] in directory.unflushed(SHELF)
+    parent = directory.path.joinpath(*SHELF[:-1])
+    with hold("fsync") as barrier:
+        flusher = threading.Thread(target=directory.flush, args=(SHELF[:-1],))
+        flusher.start()
+        barrier.wait_reached()
+        (parent / SHELF[-1]).rmdir()
+        with directory.folder(SHELF, create=True):
+            barrier.release()
+            flusher.join(20)
+            assert SHELF[:-1] in directory.unflushed(SHELF)
+    for folder in directory.unflushed(SHELF):
+        directory.flush(folder)
+    assert directory.unflushed(SHELF) == (SHELF,)

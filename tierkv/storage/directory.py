@@ -83,6 +83,7 @@ class DataDirectory:
         self._lock = threading.Lock()
         self._flushed: set[Parts] = set()  # directories whose own entry is known to be durable
         self._waiting: dict[Parts, set[Parts]] = {}  # parent -> children that its next flush makes durable
+        self._flushing: list[set[Parts]] = []  # the children that each flush covers which is going on
         self._hashers: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -301,17 +302,27 @@ class DataDirectory:
         """fsync a directory. Raises StorageError: then nothing that waits for it is durable."""
         if self.read_only:
             return
-        with self._lock:
-            waiting = set(self._waiting.get(folder, ()))  # a child that appears during the flush is not covered by it
-        with self.folder(folder) as fd:
-            call("fsync", os.fsync, fd)
-        with self._lock:
-            self._flushed |= waiting
-            left = self._waiting.get(folder, set()) - waiting
-            if left:
-                self._waiting[folder] = left
-            else:
-                self._waiting.pop(folder, None)
+        with self._lock:  # a child that appears, or is made anew, during the flush is not covered by it
+            covered = set(self._waiting.get(folder, ()))
+            self._flushing.append(covered)
+        is_done = False
+        try:
+            with self.folder(folder) as fd:
+                call("fsync", os.fsync, fd)
+            is_done = True
+        finally:
+            with self._lock:
+                self._flushing = [one for one in self._flushing if one is not covered]
+                if is_done:
+                    self._note_flushed(folder, covered)
+
+    def _note_flushed(self, folder: Parts, children: set[Parts]) -> None:
+        self._flushed |= children
+        left = self._waiting.get(folder, set()) - children
+        if left:
+            self._waiting[folder] = left
+        else:
+            self._waiting.pop(folder, None)
 
     # ---- how it is done
 
@@ -335,8 +346,9 @@ class DataDirectory:
             if error.errno_name != "EEXIST":  # another thread was quicker
                 raise
         else:
-            with self._lock:
-                self._flushed.discard(parts)  # it may have been there, flushed, and removed
+            with self._lock:  # it may have been there, flushed, and removed
+                for known in (self._flushed, *self._flushing):
+                    known.discard(parts)
         fd = call("open", os.open, name, OPEN_FOLDER, dir_fd=parent_fd)
         try:
             call("fchmod", os.fchmod, fd, 0o700)
