@@ -248,6 +248,7 @@ def test_the_same_without_a_node(node: Node) -> None:
 # ---- no node, another node
 
 
+@pytest.mark.scenario("B262", then="warmup and du without a node are exit code 5")
 def test_nobody_there_is_exit_code_5_within_3_seconds_and_names_the_path(tmp_path: Path) -> None:
     for name in ("status", "du", "warmup"):
         began = time.monotonic()
@@ -258,6 +259,7 @@ def test_nobody_there_is_exit_code_5_within_3_seconds_and_names_the_path(tmp_pat
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.scenario("B259", then="sockets without a listener are exit code 5")
 def test_sockets_without_anybody_behind_them_are_exit_code_5(tmp_path: Path) -> None:
     for name in ("session.sock", "node.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:

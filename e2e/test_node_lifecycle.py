@@ -88,10 +88,13 @@ def test_what_was_flushed_is_served_after_a_restart_from_disk(node: Node) -> Non
         assert (loaded.valid, loaded.right, loaded.nvme_blocks) == (16, 16, 16)
 
 
+STARTS = 20
+
 GROWING = 4
 """Blocks that fill no extent: they are dirty until they are sealed, where a full one is on disk in milliseconds."""
 
 
+@pytest.mark.scenario("B143", then="a stop signal leaves no process and no socket")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_writes_what_is_dirty_and_says_how_much(node: Node, number: signal.Signals) -> None:
     node.start()
@@ -189,6 +192,7 @@ def test_a_foreign_directory_is_refused_and_left_alone(node: Node) -> None:
     assert os.listdir(node.data_dir) == ["thesis.tex"]
 
 
+@pytest.mark.scenario("B166", then="a second start ends with 3, and every load of the first meanwhile is right")
 def test_the_second_node_on_a_data_directory_exits_with_3_and_the_first_does_not_notice(tmp_path: Path) -> None:
     with Node(tmp_path, lock_wait_seconds="0") as node:
         node.start()
@@ -202,6 +206,7 @@ def test_the_second_node_on_a_data_directory_exits_with_3_and_the_first_does_not
         assert str(node.pid("supervisor")) in (tmp_path / "second.log").read_text()
 
 
+@pytest.mark.scenario("B261", then="the loser of a start opens the lock file and changes nothing else")
 @needs_strace
 def test_the_loser_changes_nothing_below_the_data_directory(tmp_path: Path) -> None:
     with Node(tmp_path, lock_wait_seconds="0") as node:
@@ -222,20 +227,21 @@ def test_the_loser_changes_nothing_below_the_data_directory(tmp_path: Path) -> N
         assert '"LOCK", O_RDWR|O_CREAT' in changes[0]
 
 
+@pytest.mark.scenario("B261", then="of twenty starts at once exactly one lives, the others end with 3")
 def test_of_many_first_starts_at_once_exactly_one_lives(tmp_path: Path) -> None:
     with Node(tmp_path, lock_wait_seconds="0") as node:
-        starts = [node.spawn(log=tmp_path / f"{number}.log") for number in range(8)]
+        starts = [node.spawn(log=tmp_path / f"{number}.log") for number in range(STARTS)]
         try:
             wait_until(lambda: sum(one.poll() is None for one in starts) <= 1, "all but one have ended", 60.0)
             losers = [one for one in starts if one.poll() is not None]
-            assert [one.returncode for one in losers] == [3] * 7
+            assert [one.returncode for one in losers] == [3] * (STARTS - 1)
             status = node.wait_status(lambda status: status.state == "ready", "the winner serves")
             (winner,) = [one for one in starts if one.poll() is None]
             assert status.workers[0].pid == winner.pid
             winner.send_signal(signal.SIGTERM)
             assert winner.wait(20) == 0
         except AssertionError as error:
-            for number in range(8):
+            for number in range(STARTS):
                 error.add_note((tmp_path / f"{number}.log").read_text()[-1_000:])
             raise
         finally:
@@ -247,6 +253,10 @@ def test_of_many_first_starts_at_once_exactly_one_lives(tmp_path: Path) -> None:
 # ---- the supervisor is killed
 
 
+@pytest.mark.scenario(
+    "B143",
+    then="all processes of a killed supervisor end within seconds, and the next start takes lock and sockets over",
+)
 def test_everything_ends_with_a_killed_supervisor_and_the_next_start_serves_what_was_flushed(node: Node) -> None:
     node.start()
     with StampedEngine(node.endpoint) as engine:
@@ -467,6 +477,7 @@ def test_a_hundred_engines_that_come_and_die_leave_no_descriptor_and_no_session(
     )
 
 
+@pytest.mark.scenario("B170", then="rubbish on either socket harms nobody, and descriptors return to what they were")
 def test_rubbish_on_either_socket_harms_nobody(node: Node) -> None:
     node.start()
     node.status()

@@ -107,6 +107,7 @@ def test_without_a_node_a_repair_leaves_a_clean_directory(tierkv, data_dir):
     assert outcome.json["checked_files"] == 2
 
 
+@pytest.mark.scenario("B260", then="work without a node takes the lock, and is exit code 3 where a node holds it")
 def test_a_node_that_holds_the_directory_but_does_not_answer_is_exit_code_3(tierkv, data_dir):
     with lock_data_directory(data_dir, 0.0):
         outcome = tierkv("verify", "--repair", "--data-dir", str(data_dir))

@@ -35,6 +35,10 @@ ENDINGS = {
 }
 
 
+@pytest.mark.scenario(
+    "B161",
+    then="a thousand calls to a dead node and a client left open keep no program from ending, with its own exit code",
+)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("node_state", ["there", "gone"])
 def test_a_program_ends_promptly_with_its_own_exit_code(node: FakeNode, ending: str, node_state: str) -> None:

@@ -47,6 +47,7 @@ def seconds_of(call: Callable[[], object]) -> float:
     return best
 
 
+@pytest.mark.scenario("B259", then="an engine without a node misses quickly")
 def test_without_a_node_every_call_is_a_quick_miss(node_dir: Path) -> None:
     with connect(node_dir) as client:
         assert not client.is_connected()
@@ -71,6 +72,7 @@ def test_a_wrong_layout_is_refused_without_a_node_too(node_dir: Path) -> None:
         client.open(make_identity(), block_bytes=1)
 
 
+@pytest.mark.scenario("B259", then="and finds the node by itself when it comes")
 def test_a_node_that_comes_is_found(node_dir: Path, skip_time: SkipTime) -> None:
     with connect(node_dir) as client:
         group = client.open(make_identity())
@@ -168,6 +170,7 @@ def test_something_else_on_the_socket_is_a_miss(node_dir: Path) -> None:
             assert client.counters.by_reason == {Reason.NODE_AWAY: 1}
 
 
+@pytest.mark.scenario("B171", then="and the client misses, saying why")
 def test_a_node_of_another_protocol_is_left_alone(node: FakeNode, client: Client, skip_time: SkipTime) -> None:
     def refuse(request: Request) -> Error:
         return Error(id=request.id, code=ErrorCode.PROTOCOL_VERSION, problem="speaks 2")

@@ -18,6 +18,7 @@ from tierkv.wire.messages import Match as MatchRequest
 SkipTime = Callable[[Client, float], None]
 
 
+@pytest.mark.scenario("B130", then="the client registers again by itself, and no user sees an error")
 @pytest.mark.parametrize("notice", [False, True], ids=["noticed by a reply", "told by the supervisor"])
 def test_the_client_registers_again_and_opens_its_groups(
     node: FakeNode, client: Client, group: Group, notice: bool
@@ -51,6 +52,7 @@ def test_a_front_that_is_lost_without_a_word_costs_no_call(node: FakeNode, clien
     assert client.counters.sessions_opened == 6
 
 
+@pytest.mark.scenario("B130", then="groups that the node does not know are opened again")
 def test_a_group_that_the_node_forgot_is_opened_again(node: FakeNode, group: Group) -> None:
     node._memory.groups.clear()
     assert group.match(TOKENS).reason is None

@@ -15,9 +15,10 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import ForkedClient
 from tierkv.wire.messages import Match
 
-THREADS, CALLS = 8, 200
+THREADS, CALLS = 8, 1_000
 
 
+@pytest.mark.scenario("B164", then="eight threads share a client, and each gets its own replies")
 def test_eight_threads_share_a_client_and_each_gets_its_own_answers(client: Client, group: Group) -> None:
     """Thread i asks for prompts of which i blocks are cached."""
     prompts = [[1_000 * i + token for token in range(40)] for i in range(THREADS)]
@@ -58,6 +59,7 @@ def test_closing_does_not_wait_for_calls_under_way_and_leaves_nothing_open(node:
     assert reasons == [Reason.NODE_AWAY]
 
 
+@pytest.mark.scenario("B164", then="in a forked child every call raises ForkedClient, and the parent goes on")
 def test_a_forked_child_is_refused_and_its_parent_goes_on(client: Client, group: Group) -> None:
     rows = store(group, TOKENS)
     with group.acquire(TOKENS) as lease, group.reserve([*TOKENS, 1, 2]) as ticket:

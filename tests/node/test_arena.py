@@ -86,6 +86,7 @@ def test_a_kernel_without_the_populate_call_gets_pages_the_older_way(
     assert allocated_bytes(arena) == 2 * MIB
 
 
+@pytest.mark.scenario("B142", then="pages that can not be had are an error, never a SIGBUS")
 def test_no_memory_is_an_error_that_names_the_setting(arena: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoMemory:
         def madvise(self, *_: object) -> int:

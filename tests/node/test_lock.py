@@ -12,6 +12,7 @@ from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
 
 
+@pytest.mark.scenario("B256", then="without a lock file a start makes one")
 def test_an_absent_directory_is_made_private_with_nothing_but_the_lock_in_it(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "store"
     with lock_data_directory(root, 0.0):
@@ -37,10 +38,13 @@ def test_a_start_waits_for_the_lock_and_takes_it_when_it_comes_free(tmp_path: Pa
         assert len(pauses) == 1
 
 
+@pytest.mark.scenario(
+    "B256", then="whatever stands in the lock file, a start takes it where the kernel says that nobody holds it"
+)
 @pytest.mark.parametrize(
     "content",
-    [b"", b"garbage\x00\xff", b"1", b"4194304", str(os.getpid()).encode()],
-    ids=["empty", "garbage", "pid 1", "no pid", "own pid"],
+    [b"", b"garbage\x00\xff", b"1", b"4194304", str(os.getpid()).encode(), str(os.getppid()).encode()],
+    ids=["empty", "garbage", "pid 1", "no pid", "own pid", "pid of somebody else who lives"],
 )
 def test_what_is_written_in_the_lock_file_decides_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "LOCK").write_bytes(content)
@@ -136,3 +140,77 @@ def test_what_a_power_loss_left_of_a_set_up_counts_as_empty(tmp_path: Path) -> N
     (tmp_path / "lost+found").mkdir()
     with lock_data_directory(tmp_path, 0.0):
         assert (tmp_path / "LOCK").exists()
+
+
+@pytest.mark.scenario("B256", then="a lock file that can't be opened for writing is named, exit code 2")
+def test_a_lock_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refuse(path: str, flags: int, *arguments: int, **more: int | None) -> int:
+        if path == "LOCK":
+            raise PermissionError(13, "Permission denied")
+        return real_open(path, flags, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataDirectoryError, match="LOCK: Permission denied") as raised:
+        lock_data_directory(tmp_path, 0.0)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("alias", ["relative", "dotted", "doubled", "through a linked parent", "through /proc"])
+def test_a_directory_is_locked_by_whatever_name_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str
+) -> None:
+    root = tmp_path / "parent" / "store"
+    (tmp_path / "linked").symlink_to("parent")
+    with lock_data_directory(root, 0.0):
+        monkeypatch.chdir(root.parent)
+        names = {
+            "relative": Path("store"),
+            "dotted": root.parent / ".." / "parent" / "store",
+            "doubled": Path(str(root).replace("/store", "//store/")),
+            "through a linked parent": tmp_path / "linked" / "store",
+            "through /proc": Path(f"/proc/{os.getpid()}/cwd/store"),
+        }
+        with pytest.raises(DataDirectoryInUse):
+            lock_data_directory(names[alias], 0.0)
+    lock_data_directory(names[alias], 0.0).close()
+
+
+def test_a_directory_that_is_mounted_twice_is_locked_once(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with lock_data_directory(root, 0.0):
+        bound = subprocess.run(["mount", "--bind", root, elsewhere], check=False, capture_output=True)
+        if bound.returncode:
+            pytest.skip(f"mounting is not allowed here: {bound.stderr.decode().strip()}")
+        try:
+            with pytest.raises(DataDirectoryInUse):
+                lock_data_directory(elsewhere, 0.0)
+        finally:
+            subprocess.run(["umount", elsewhere], check=True)
+
+
+def test_two_directories_of_one_lock_file_are_two_directories_for_one_node(tmp_path: Path) -> None:
+    """A hard link: whoever made it gets less than he wished for, and never two writers."""
+    with lock_data_directory(tmp_path / "one", 0.0):
+        (tmp_path / "two").mkdir()
+        os.link(tmp_path / "one" / "LOCK", tmp_path / "two" / "LOCK")
+        with pytest.raises(DataDirectoryInUse):
+            lock_data_directory(tmp_path / "two", 0.0)
+
+
+def test_the_loser_of_a_race_leaves_every_byte_and_every_time_as_they_were(tmp_path: Path) -> None:
+    def look() -> list[tuple[str, bytes, os.stat_result]]:
+        files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+        return [(path.name, path.read_bytes(), path.stat()) for path in files]
+
+    with lock_data_directory(tmp_path, 0.0):
+        (tmp_path / "FORMAT").write_text("x")
+        (tmp_path / "tmp").mkdir()
+        (tmp_path / "tmp" / "1-aa-0.tmp").write_bytes(b"half")
+        before = [(name, content, found.st_mtime_ns, found.st_ctime_ns) for name, content, found in look()]
+        for _ in range(3):
+            with pytest.raises(DataDirectoryInUse):
+                lock_data_directory(tmp_path, 0.0)
+        assert [(name, content, found.st_mtime_ns, found.st_ctime_ns) for name, content, found in look()] == before

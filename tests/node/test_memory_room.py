@@ -66,6 +66,7 @@ def test_a_start_waits_for_memory_that_is_being_let_go_of() -> None:
     assert len(pauses) == 2
 
 
+@pytest.mark.scenario("B142", then="memory that is not there is refused at start, with the bytes needed and available")
 def test_what_is_missing_is_said_in_numbers() -> None:
     with pytest.raises(ConfigError, match="host_bytes: 2048 MiB are needed and 1024 MiB are available on x"):
         require_memory(2 * GIB, 0.0, room=lambda: MemoryRoom(GIB, "x"))

@@ -112,6 +112,7 @@ def test_a_reply_to_a_peer_that_has_gone_is_no_error(router: Router, folder: Pat
     assert router.send(sender, b"answer") is True
 
 
+@pytest.mark.scenario("B170", then="what is no ZeroMQ is turned away and costs no descriptor")
 @pytest.mark.parametrize(
     "rubbish",
     [
@@ -140,6 +141,7 @@ def test_whatever_is_not_zeromq_of_today_is_turned_away_and_costs_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.scenario("B166", then="a stale socket file is replaced at a start")
 def test_a_stale_socket_file_does_not_keep_it_from_binding(folder: Path) -> None:
     Router(folder).close()
     (folder / "node.sock").touch()
@@ -178,3 +180,52 @@ def test_a_scrape_of_a_loop_that_is_stuck_gets_the_last_counts(monkeypatch: pyte
     scrape = Scrape(Snapshot(version="old"))
     assert scrape.read().version == "old"
     scrape.close()
+
+
+@pytest.mark.scenario(
+    "B157", then="a peer that restarts under its old name is answered each time, and no reply reaches another process"
+)
+def test_a_peer_that_restarts_under_its_name_is_answered_and_gets_nobody_elses_replies(
+    router: Router, folder: Path
+) -> None:
+    def ask(peer: zmq.Socket[bytes], nonce: bytes) -> None:
+        peer.send(nonce)
+        sender, frame = take(router)
+        assert router.send(sender, b"re " + frame)
+        assert peer.poll(20_000)
+        assert peer.recv() == b"re " + nonce
+        assert not peer.poll(0), "one reply, its own"
+
+    def come(context: zmq.Context[zmq.Socket[bytes]], name: bytes) -> zmq.Socket[bytes]:
+        peer = context.socket(zmq.DEALER)
+        peer.linger = 0
+        peer.setsockopt(zmq.IDENTITY, name)
+        peer.connect(f"ipc://{folder}/node.sock")
+        return peer
+
+    with zmq.Context() as context, come(context, b"w1") as other:
+        ask(other, b"other")
+        for number in range(50):
+            with come(context, b"w0") as peer:
+                ask(peer, b"%d" % number)
+                peer.send(b"whose answer nobody reads")
+                sender, frame = take(router)
+                assert frame == b"whose answer nobody reads"
+                router.send(sender, b"late")
+            ask(other, b"other %d" % number)
+
+
+@pytest.mark.scenario("B157", then="two that live at once and name themselves nothing each get their own replies")
+def test_two_peers_without_names_are_two(router: Router, folder: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one, context.socket(zmq.DEALER) as two:
+        for peer in (one, two):
+            peer.linger = 0
+            peer.connect(f"ipc://{folder}/node.sock")
+        senders = []
+        for peer, nonce in ((one, b"1"), (two, b"2")):
+            peer.send(nonce)
+            senders.append(take(router))
+        assert senders[0][0] != senders[1][0]
+        for sender, nonce in senders:
+            router.send(sender, b"re " + nonce)
+        assert [peer.recv() for peer in (one, two) if peer.poll(20_000)] == [b"re 1", b"re 2"]

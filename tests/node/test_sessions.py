@@ -284,6 +284,7 @@ def test_anything_but_a_hello_is_refused_and_closed(served: Served, packet: byte
         assert client.recv(1000) == b""
 
 
+@pytest.mark.scenario("B171", then="other protocol versions are refused by name")
 @pytest.mark.parametrize("protocol", [0, 2])
 def test_another_protocol_version_is_refused_by_name(served: Served, protocol: int) -> None:
     with served.connect() as client:
@@ -316,6 +317,7 @@ def test_who_connects_and_says_nothing_is_dropped(served: Served) -> None:
         assert served.sessions.next_deadline() is None
 
 
+@pytest.mark.scenario("B170", then="connections that say nothing lock nobody out")
 def test_a_flood_of_silent_connections_locks_nobody_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_KNOCKS", 4)
     silent = [served.connect() for _ in range(20)]

@@ -135,6 +135,7 @@ def test_a_newer_format_is_refused_untouched(settings: Callable[..., Settings], 
     assert sorted(os.listdir(tmp_path / "data")) == ["FORMAT", "LOCK"]
 
 
+@pytest.mark.scenario("B142", then="and it is said before anything is started")
 def test_memory_that_is_not_there_is_said_before_anything_is_started(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +166,7 @@ def test_metrics_are_served_where_a_port_is_given(settings: Callable[..., Settin
     assert 'tierkv_capacity_bytes{tier="host"} 4.194304e+06' in page
 
 
+@pytest.mark.scenario("B166", then="a deleted session socket is noticed and made again")
 def test_a_session_socket_that_was_deleted_is_made_again(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:

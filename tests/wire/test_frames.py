@@ -80,6 +80,7 @@ def test_well_formed_nonsense_is_a_message_or_a_typed_error(message: Any, change
     assert isinstance(decode_request(pack(fields)), Malformed | msgspec.Struct)
 
 
+@pytest.mark.scenario("B171", then="an unknown type is answered with an error that names it")
 def test_an_unknown_type_is_named_and_answered_under_its_id() -> None:
     error = error_of(pack({"type": "Frobnicate", "id": 9}))
     assert (error.id, error.code) == (9, ErrorCode.UNKNOWN_MESSAGE)
@@ -136,6 +137,7 @@ def test_a_frame_that_was_cut_is_malformed() -> None:
         assert error_of(frame[:length]).code == ErrorCode.MALFORMED
 
 
+@pytest.mark.scenario("B168", then="a frame at the limit is read, one above it is too_large")
 def test_limits_of_a_frame_are_exact() -> None:
     rest = (
         len(encode(Reserve(id=1, grant=bytes(16), group=bytes(32), keys=b"", first=0, tokens=bytes(70_000)))) - 70_000
@@ -162,6 +164,7 @@ def test_a_reply_that_is_too_large_becomes_an_error_with_its_id() -> None:
     assert (answer.id, answer.code) == (33, ErrorCode.TOO_LARGE)
 
 
+@pytest.mark.scenario("B168", then="a declared gigabyte costs no memory")
 def test_a_declared_gigabyte_costs_no_memory() -> None:
     head = b"\x84" + pack("type") + pack("Reserve") + pack("id") + pack(1)
     frames = [

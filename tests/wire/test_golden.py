@@ -50,6 +50,7 @@ def test_the_samples_set_every_field_to_something_else_than_its_default() -> Non
             assert value != field.default, f"{type(message).__name__}.{field.name}"
 
 
+@pytest.mark.scenario("B171", then="unknown fields are ignored")
 def test_a_newer_sender_may_add_fields() -> None:
     sent = {"type": "Match", "id": 3, "group": bytes(32), "keys": bytes(32), "added_later": [1, {"a": b""}]}
     assert decode_request(msgspec.msgpack.encode(sent)) == Match(id=3, group=bytes(32), keys=bytes(32))

@@ -28,6 +28,7 @@ def test_a_token_has_sixteen_bytes() -> None:
         decode_packet(encode_packet(grant))
 
 
+@pytest.mark.scenario("B171", then="unknown fields of session packets are ignored")
 def test_fields_of_a_newer_side_are_ignored() -> None:
     packet = msgspec.msgpack.encode({"type": "SessionHello", "protocol": 1, "added_later": 5})
     assert decode_packet(packet) == SessionHello(protocol=1)

@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
 from tierkv.wire.socket_directory import default_socket_dir, excess_bytes, find_socket_dir
 
 
@@ -49,3 +51,21 @@ def test_the_excess_counts_encoded_bytes():
     assert excess_bytes(Path("/" + "x" * (room - 1))) == 0
     assert excess_bytes(Path("/" + "x" * room)) == 1
     assert excess_bytes(Path("/" + "x" * (room - 2) + "ä")) == 1
+
+
+@pytest.mark.scenario("B167", then="two nodes of one user, and two users, share no name of a socket, lock or temp file")
+def test_two_nodes_and_two_users_have_no_name_in_common(tmp_path, monkeypatch):
+    directories = [tmp_path / "one", tmp_path / "two", None]
+    found = [default_socket_dir(path, environ={}) for path in directories] + [default_socket_dir(None, "b", environ={})]
+    monkeypatch.setattr(os, "getuid", lambda: 12_345)
+    found += [default_socket_dir(path, environ={}) for path in directories]
+    assert len(set(found)) == len(found)
+    assert all(one not in other.parents for one in found for other in found)
+    assert {path.parents[1].name for path in found[4:]} == {"tierkv-12345"}
+
+
+@pytest.mark.scenario("B167", then="a data directory of any length has a socket path that fits")
+def test_a_long_data_directory_has_a_short_endpoint(tmp_path):
+    long = tmp_path / ("x" * 150) / ("y" * 150)
+    assert excess_bytes(default_socket_dir(long, environ={})) == 0
+    assert default_socket_dir(long, environ={}) != default_socket_dir(long.parent / ("y" * 149 + "z"), environ={})
