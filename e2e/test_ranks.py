@@ -154,6 +154,11 @@ def test_a_request_given_up_before_its_ranks_were_told_leaves_nothing_held(crew:
     crew.node.wait_status(lambda status: status.leases == 0, "nothing is held any more")
 
 
+@pytest.mark.scenario(
+    "B062",
+    then="a lease covers what every rank has, for all of them, and all of it again when the missing part was stored "
+    "again",
+)
 def test_what_happened_to_one_rank_s_file_is_the_same_for_both(crew: Crew) -> None:
     for prompt in (5, 6, 7):
         crew.store(prompt, BLOCKS, BLOCKS)

@@ -74,6 +74,7 @@ def test_groups_share_nothing(client: Client, group: Group) -> None:
     assert client.open(make_identity(weights="other")).match(TOKENS).blocks == 0
 
 
+@pytest.mark.scenario("B040", then="blocks from scattered slots arrive in the order of the prompt")
 def test_slots_that_are_scattered_come_in_the_order_of_the_prompt(group: Group) -> None:
     """Blocks 0 and 2 are stored first with others between them, then 1 and 3: no two neighbours lie together."""
     for tokens in (TOKENS[:4], [1, 2, 3, 4], TOKENS[:8], [5, 6, 7, 8], TOKENS[:12], [9, 10, 11, 12], TOKENS):
@@ -85,6 +86,7 @@ def test_slots_that_are_scattered_come_in_the_order_of_the_prompt(group: Group) 
     assert (destination == stamped(group, 4)).all()
 
 
+@pytest.mark.scenario("B253", then="every verb of a client takes nothing and answers nothing, without asking the node")
 def test_calls_about_nothing_answer_nothing(group: Group, node: FakeNode) -> None:
     before = len(node.saw(object))
     assert group.match([]) == Match(blocks=0, host_blocks=0, tokens=0)
@@ -439,6 +441,7 @@ def test_no_room_is_an_answer(group: Group, client: Client, node: FakeNode) -> N
     assert client.counters.by_reason == {Reason.NO_ROOM: 1}
 
 
+@pytest.mark.scenario("B251", then="keys that are not as many as the tokens make blocks are refused, with both numbers")
 def test_keys_and_tokens_that_do_not_fit_are_refused_naming_both(group: Group) -> None:
     keys = group.keys(TOKENS)
     with pytest.raises(ValueError, match=r"keys: .* 3 keys, but tokens: 18 tokens are 4 full blocks"):

@@ -52,6 +52,11 @@ def _no_bench_is_left_with_grants(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 # ---- slots are reused only when nobody can touch them any more
 
 
+@pytest.mark.scenario(
+    "B033",
+    then="it is a miss at once, its bytes stay as they are for the reader through a hundred stores, and exactly one "
+    "slot is free when the reader lets go",
+)
 def test_a_block_found_bad_is_a_miss_at_once_and_its_memory_is_free_when_its_reader_lets_go() -> None:
     bench = Bench(host_slots=3, nvme_bytes=0, extent_blocks=1)
     prompt = bench.prompt(1)
@@ -67,6 +72,10 @@ def test_a_block_found_bad_is_a_miss_at_once_and_its_memory_is_free_when_its_rea
     assert bench.host_used() == 2
 
 
+@pytest.mark.scenario(
+    "B030",
+    then="eviction passes over the block that is in use and takes another one; its reader gets its own bytes",
+)
 def test_eviction_takes_another_block_than_the_one_that_is_being_read_from() -> None:
     bench = Bench(host_slots=2, nvme_bytes=0, extent_blocks=1)
     first, second = bench.prompt(1), bench.prompt(2)
@@ -79,6 +88,11 @@ def test_eviction_takes_another_block_than_the_one_that_is_being_read_from() -> 
     bench.check_lease(first, lease)
 
 
+@pytest.mark.scenario(
+    "B031",
+    then="the store is refused at once with the reason no_room; the copy that was running and the file that was "
+    "being written get their own bytes",
+)
 def test_a_store_is_refused_while_every_slot_is_leased_or_being_written_to_disk() -> None:
     bench = Bench(host_slots=2, extent_blocks=1)
     leased, written = bench.prompt(1), bench.prompt(2)
@@ -108,6 +122,10 @@ def test_a_ticket_s_slots_come_back_only_with_the_end_of_its_holder_however_long
     assert bench.store(bench.prompt(3)).states == bytes([GRANTED])
 
 
+@pytest.mark.scenario(
+    "B041",
+    then="the second end of a grant changes nothing, and the slots of the next two grants differ",
+)
 def test_ending_a_grant_twice_changes_nothing_and_slots_have_one_owner() -> None:
     bench = Bench(host_slots=4, nvme_bytes=0, extent_blocks=1)
     prompt = bench.prompt(1)
@@ -125,6 +143,7 @@ def test_ending_a_grant_twice_changes_nothing_and_slots_have_one_owner() -> None
     assert len({*ticket.offsets, *one.offsets, *two.offsets}) == 3
 
 
+@pytest.mark.scenario("B042", then="what was granted stays as it was told, whatever is granted or freed later")
 def test_answers_are_not_views_of_what_the_core_goes_on_changing() -> None:
     bench = Bench(host_slots=4, nvme_bytes=0, extent_blocks=4)
     prompt = bench.prompt(1, 2)
@@ -138,6 +157,7 @@ def test_answers_are_not_views_of_what_the_core_goes_on_changing() -> None:
 # ---- publishing is one step
 
 
+@pytest.mark.scenario("B034", then="a miss in memory until it is committed, and its own bytes then")
 def test_a_block_is_no_hit_while_it_is_written() -> None:
     bench = Bench(host_slots=4)
     prompt = bench.prompt(1, 2)
@@ -149,6 +169,7 @@ def test_a_block_is_no_hit_while_it_is_written() -> None:
     bench.load(prompt)
 
 
+@pytest.mark.scenario("B034", then="a miss on disk while its file is being written")
 def test_a_block_is_no_hit_after_a_restart_while_its_file_was_being_written() -> None:
     bench = Bench(host_slots=4)
     prompt = bench.prompt(1, 2)
@@ -184,6 +205,11 @@ def test_a_commit_sent_twice_is_answered_alike_and_done_once() -> None:
 
 
 @pytest.mark.scenario("B047", then="the commit of an attempt that was given up is refused and publishes nothing")
+@pytest.mark.scenario(
+    "B038",
+    then="slots belong to their ticket until it ends; the commit of one that has ended publishes nothing, so that a "
+    "key never leads to bytes of another request",
+)
 def test_the_commit_of_a_stale_attempt_publishes_nothing() -> None:
     bench = Bench(host_slots=2, nvme_bytes=0)
     prompt = bench.prompt(1)
@@ -291,6 +317,11 @@ def test_nothing_leaves_memory_before_it_is_on_disk_while_the_writer_is_held_up(
 # ---- prefixes and ranks
 
 
+@pytest.mark.scenario(
+    "B056",
+    then="the hit ends before the hole and nothing behind it is read; when the missing block is stored the whole "
+    "prompt is a hit, three blocks from memory and five from disk",
+)
 def test_a_hole_in_the_middle_ends_the_hit_and_reads_nothing_behind_it() -> None:
     bench = Bench(host_slots=8, extent_blocks=8)
     prompt = bench.prompt(0, 1, 2, 3, 4, 5, 6, 7)
@@ -309,6 +340,7 @@ def test_a_hole_in_the_middle_ends_the_hit_and_reads_nothing_behind_it() -> None
     bench.load(prompt)
 
 
+@pytest.mark.scenario("B057", then="the victims are the last blocks, one by one, and what is left is a hit")
 @pytest.mark.parametrize("extent_blocks", [1, 2, 3, 8])
 def test_eviction_goes_from_the_tail_of_a_chain(extent_blocks: int) -> None:
     bench = Bench(host_slots=8, nvme_bytes=0, extent_blocks=extent_blocks)
@@ -426,6 +458,10 @@ def test_a_growing_extent_stops_at_another_one_s_head_and_adopts_it() -> None:
 # ---- leases
 
 
+@pytest.mark.scenario(
+    "B064",
+    then="leases that nobody uses end with the process that holds them, and a store that found no room is served",
+)
 def test_leases_that_are_never_read_end_with_their_session() -> None:
     bench = Bench(host_slots=16, nvme_bytes=0, extent_blocks=1)
     bench.state.open_session(b"other", bench.now)
@@ -439,6 +475,10 @@ def test_leases_that_are_never_read_end_with_their_session() -> None:
     assert bench.store(newcomer).states == bytes([GRANTED] * 4)
 
 
+@pytest.mark.scenario(
+    "B064",
+    then="a lease that may be revoked is, when it is held too long and the memory is needed, and its reader can tell",
+)
 def test_a_revocable_lease_held_too_long_is_taken_back_and_its_reader_can_tell() -> None:
     bench = Bench(host_slots=1, nvme_bytes=0)
     prompt = bench.prompt(1)
@@ -465,6 +505,14 @@ def test_a_lease_that_is_not_revocable_is_never_taken_back() -> None:
     bench.check_lease(prompt, lease)
 
 
+@pytest.mark.scenario(
+    "B074",
+    then="after each of twenty loads that are given up in the middle every slot is free or holds a cached block",
+)
+@pytest.mark.scenario(
+    "B068",
+    then="nothing stays reserved, however often a load is given up while its read is under way",
+)
 @pytest.mark.parametrize("ends", ["release", "session ends"])
 @pytest.mark.parametrize("when", ["before the read is done", "after it"])
 def test_a_load_given_up_with_reads_in_flight_leaks_no_slot_however_often(ends: str, when: str) -> None:
@@ -601,6 +649,10 @@ def test_a_deadline_gives_what_is_there() -> None:
 # ---- block arithmetic
 
 
+@pytest.mark.scenario(
+    "B254",
+    then="for each number of tokens the hit is the number of full blocks, in memory and from disk",
+)
 @pytest.mark.parametrize("block_tokens", [1, 3])
 @pytest.mark.parametrize("nvme_bytes", [0, 1 << 30])
 def test_a_hit_is_the_full_blocks_for_every_length(block_tokens: int, nvme_bytes: int) -> None:
@@ -622,6 +674,11 @@ def test_a_hit_is_the_full_blocks_for_every_length(block_tokens: int, nvme_bytes
             assert bench.match(bench.prompt(*range(num_tokens), *[7] * more))[0] <= (num_tokens + more) // block_tokens
 
 
+@pytest.mark.scenario(
+    "B253",
+    then="a load takes what memory has and the rest from disk, and a store only what is missing, whichever of the "
+    "two is longer",
+)
 @pytest.mark.parametrize(("in_host", "on_nvme"), [(6, 4), (4, 6), (0, 6), (6, 0)])
 def test_host_and_nvme_may_hold_prefixes_of_other_lengths(in_host: int, on_nvme: int) -> None:
     bench = Bench(host_slots=6, extent_blocks=2)
@@ -636,6 +693,7 @@ def test_host_and_nvme_may_hold_prefixes_of_other_lengths(in_host: int, on_nvme:
     assert (lease.blocks, lease.nvme_blocks) == (6, 6 - in_host)
 
 
+@pytest.mark.scenario("B253", then="nothing asked is answered with nothing, by every call of the core")
 def test_calls_of_length_zero_are_fine() -> None:
     bench = Bench(host_slots=2)
     nothing = bench.prompt()
@@ -650,6 +708,12 @@ def test_calls_of_length_zero_are_fine() -> None:
     assert bench.reserve(bench.prompt(1), first=1).states == b""
 
 
+@pytest.mark.scenario(
+    "B080",
+    then="each store is answered block by block: none stored, four refused, no_room; when there is room the same "
+    "stores succeed",
+)
+@pytest.mark.scenario("B255", then="no free slot is an answer, and the next store after a release is served")
 def test_a_full_pool_is_a_normal_answer_for_as_many_stores_as_come() -> None:
     bench = Bench(host_slots=10, nvme_bytes=0, extent_blocks=1)
     held = bench.prompt(*range(10))

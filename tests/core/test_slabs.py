@@ -62,6 +62,7 @@ def test_an_empty_slab_serves_another_size() -> None:
     assert pool.allocate(2 * PAGE, 2) == [0, 2 * PAGE]
 
 
+@pytest.mark.scenario("B041", then="freeing a slot twice is an error that names it and changes nothing")
 def test_a_slot_freed_twice_is_a_bug_and_says_so() -> None:
     pool = pool_of(4, 2)
     slots = pool.allocate(PAGE, 2)

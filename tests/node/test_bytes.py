@@ -238,3 +238,29 @@ def test_no_poison_is_ever_loaded(node: WholeNode) -> None:
             case _:
                 loaded += node.load(tokens).blocks
     assert loaded > 100
+
+
+@pytest.mark.scenario(
+    "B254",
+    then="for every number of tokens from none to four blocks, and extents of one, two and four blocks, what is loaded "
+    "from memory and from disk is the full blocks, and no byte beside them is written",
+)
+@pytest.mark.parametrize("block_bytes", [16_384, 8_192, 4_096 - 48])
+def test_every_length_is_loaded_in_full_blocks_and_nothing_beside_them_is_touched(
+    tmp_path: Path, block_bytes: int
+) -> None:
+    with WholeNode(tmp_path / "data", layers=(block_bytes,), block_tokens=3) as node:
+        prompts = [[1_000 * length + at for at in range(length)] for length in range(4 * 3 + 1)]
+        for tokens in prompts:
+            full = len(tokens) // 3
+            assert node.store(tokens) == list(range(full))
+            assert node.match(tokens) == full
+            assert node.load(tokens).blocks == full
+            assert node.store(tokens) == []  # nothing is missing
+            node.settle()
+        node.restart()
+        for tokens in prompts:
+            loaded = node.load(tokens)
+            assert (loaded.blocks, loaded.nvme_blocks) == (len(tokens) // 3, len(tokens) // 3)
+            longer = [*tokens, 7]
+            assert node.load(longer).blocks == len(tokens) // 3

@@ -255,6 +255,10 @@ def play(reader: Reader, gap: Callable[..., None], event: Callable[[Reader, int]
     return ("".join(map(str, reader.valid)) or "-") + (f":{reason}" if reason else "")
 
 
+@pytest.mark.scenario(
+    "B061",
+    then="both ranks get the same number of blocks within the deadline, whichever of them a loss meets",
+)
 @pytest.mark.parametrize(("gap", "event", "is_second_rank", "outcome"), cells(GAPS, EVENTS, ON_NVME, RANKS))
 def test_whatever_comes_between_match_and_use_of_blocks_on_nvme_nobody_gets_foreign_bytes(
     gap: Callable[..., None], event: Callable[[Reader, int], None], is_second_rank: bool, outcome: str

@@ -279,6 +279,15 @@ def play(state: Callable[[], Story], event: Callable[[Story], None], completes_f
     return f"{'-' if story.copied is None else story.copied}/{cached}"
 
 
+@pytest.mark.scenario(
+    "B072",
+    then="giving up is possible in every state of a load, twice is once, and other requests are answered and leave "
+    "nothing behind",
+)
+@pytest.mark.scenario(
+    "B069",
+    then="in every state of a load, whatever ends it, no read is counted as under way when all is over",
+)
 @pytest.mark.parametrize(("state", "event", "completes_first", "outcome"), cells(STATES, EVENTS, OUTCOMES))
 def test_whatever_happens_to_a_read_its_bytes_are_right_and_nothing_of_it_is_left(
     state: Callable[[], Story], event: Callable[[Story], None], completes_first: bool, outcome: str

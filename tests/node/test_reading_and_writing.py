@@ -168,6 +168,7 @@ def test_what_a_check_found_of_a_session_that_ended_is_forgotten(kit: Kit, monke
     kit.state.check()
 
 
+@pytest.mark.scenario("B251", then="a ticket whose keys are not those of its tokens publishes nothing")
 @pytest.mark.scenario("B202", then="what a store says its tokens are must give its keys, or it is refused")
 def test_keys_that_are_not_those_of_the_tokens_are_never_published(kit: Kit) -> None:
     keys, tokens = prompt(2)

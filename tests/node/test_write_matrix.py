@@ -310,6 +310,11 @@ def slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_check, "SLICE_BLOCKS", 1)
 
 
+@pytest.mark.scenario(
+    "B072",
+    then="giving up is possible in every state of a store, twice is once; what was committed before stays, and "
+    "nothing else is left",
+)
 @pytest.mark.parametrize(("state", "event", "completes_first", "outcome"), cells(STATES, EVENTS, OUTCOMES))
 def test_whatever_happens_to_a_write_its_bytes_are_right_and_nothing_of_it_is_left(
     state: Callable[[], Story], event: Callable[[Story], None], completes_first: bool, outcome: str
