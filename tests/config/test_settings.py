@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,43 @@ def test_an_unknown_field_is_not_accepted_silently():
 def test_settings_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         settings().name = "other"
+
+
+# ---- tenants that are not trusted
+
+
+def test_users_are_named_or_numbered_and_each_counts_once():
+    found = settings(inline_users=" root, 1001,0,1001 ", session_bytes="8MiB")
+    assert (found.inline_users, found.inline_uids) == ("root,1001,0,1001", (0, 1001))
+    assert found.inline_bytes == 4 * MiB
+    assert settings(inline_users=1001).inline_uids == (1001,)
+    nobody = settings()
+    assert (nobody.inline_users, nobody.inline_uids, nobody.inline_bytes) == ("", (), nobody.session_bytes)
+
+
+@pytest.mark.parametrize("users", ["no such user", "1001,", ",", "-1", str(2**32 - 1), "99999999999", True, 1.5, ["a"]])
+def test_a_user_that_can_not_be_is_refused(users):
+    assert refusal(inline_users=users).field == "inline_users"
+
+
+def test_more_users_than_a_gateway_serves_are_refused():
+    assert refusal(inline_users=",".join(map(str, range(65)))).field == "inline_users"
+
+
+def test_the_inline_directory_is_found_by_the_last_part_of_the_socket_directory_outside_of_it():
+    found = settings(inline_users="1", socket_dir="/run/tierkv")
+    assert found.inline_dir == Path(f"/tmp/tierkv-{os.getuid()}-inline/tierkv")
+    for inside in ("/run/tierkv", "/run/tierkv/inline"):
+        assert refusal(inline_users="1", socket_dir="/run/tierkv", inline_dir=inside).field == "inline_dir"
+
+
+def test_an_inline_directory_whose_sockets_would_have_too_long_a_path_is_refused():
+    longest = len("/4294967295.sock")
+    fits = "/" + "x" * (107 - longest - 1)
+    assert settings(inline_users="1", inline_dir=fits).inline_dir == Path(fits)
+    assert refusal(inline_users="1", inline_dir=fits + "x").field == "inline_dir"
+    assert settings(inline_dir=fits + "x").inline_dir == Path(fits + "x")  # nobody connects there
+
+
+def test_a_user_must_be_able_to_hold_something():
+    assert refusal(inline_users="1", inline_bytes="1").field == "inline_bytes"

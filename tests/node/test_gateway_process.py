@@ -1,0 +1,122 @@
+"""The gateway as a child: started, heard, restarted, ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tierkv.config import Settings
+from tierkv.node.control import GatewayHeard
+from tierkv.node.gateway_process import GatewayProcess
+from tierkv.node.socket_folder import claim_inline_folder, claim_socket_folder
+from tierkv.node.survey import GATEWAY_SILENT_SECONDS, NodeState
+
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    root = Path(tempfile.mkdtemp(prefix="tkv"))
+    root.chmod(0o711)
+    claim_socket_folder(root / "n")
+    claim_inline_folder(root / "i")
+    yield Settings(
+        socket_dir=root / "n",
+        inline_dir=root / "i",
+        inline_users=str(os.geteuid()),
+        host_bytes="4MiB",
+        slab_bytes="1MiB",  # type: ignore[arg-type]
+    )
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def gateway(settings: Settings) -> Iterator[GatewayProcess]:
+    made = GatewayProcess(settings)
+    yield made
+    made.kill()
+
+
+def wait_for(gateway: GatewayProcess, condition: Callable[[GatewayHeard], bool]) -> GatewayHeard:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        gateway.start_if_due(time.monotonic())
+        heard = gateway.look()
+        if heard is not None and condition(heard):
+            return heard
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # between two looks at a condition that has a deadline
+
+
+def test_there_is_none_without_users(settings: Settings) -> None:
+    none = GatewayProcess(settings.model_copy(update={"inline_users": ""}))
+    none.start_if_due(time.monotonic())
+    assert (none.due, none.filenos(), none.look()) == (None, [], None)
+    none.end()
+
+
+def test_it_is_heard_restarted_after_a_kill_and_ends_when_told(gateway: GatewayProcess, settings: Settings) -> None:
+    first = wait_for(gateway, lambda heard: heard.is_running)
+    assert (first.restarts, first.problem) == (0, "")
+    assert len(gateway.filenos()) == 2
+    os.kill(first.pid, signal.SIGKILL)
+    dead = wait_for(gateway, lambda heard: not heard.is_running)
+    assert (dead.pid, dead.restarts, dead.problem) == (first.pid, 1, "killed by SIGKILL")
+    second = wait_for(gateway, lambda heard: heard.is_running)
+    assert second.pid != first.pid
+    assert (second.restarts, second.problem) == (1, "killed by SIGKILL")
+    gateway.end()
+    assert gateway.filenos() == []
+    assert [path.name for path in settings.inline_dir.iterdir()] == []
+    gateway.start_if_due(time.monotonic() + 60)
+    assert gateway.filenos() == [], "none follows when the node is stopping"
+
+
+def test_its_sockets_are_for_others_to_connect_to_and_its_directory_for_nobody_to_list(
+    gateway: GatewayProcess, settings: Settings
+) -> None:
+    wait_for(gateway, lambda heard: heard.is_running)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in settings.inline_dir.iterdir()}
+    assert modes == {"session.sock": 0o666, f"{os.geteuid()}.sock": 0o666}
+    assert settings.inline_dir.stat().st_mode & 0o777 == 0o711
+
+
+def test_one_that_is_stopped_is_killed_at_the_end(gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierkv.node.gateway_process.END_SECONDS", 0.05)
+    pid = wait_for(gateway, lambda heard: heard.is_running).pid
+    os.kill(pid, signal.SIGSTOP)
+    gateway.end()
+    assert gateway.filenos() == []
+
+
+@pytest.mark.parametrize(
+    ("heard", "at", "state"),
+    [
+        (None, 0.0, "starting"),
+        (GatewayHeard(pid=1, restarts=0, is_running=True, problem=""), 99.0, "running"),
+        (GatewayHeard(pid=1, restarts=0, is_running=True, problem=""), 99.0 - GATEWAY_SILENT_SECONDS, "silent"),
+        (GatewayHeard(pid=1, restarts=1, is_running=False, problem="exited with 1"), 99.0, "dead"),
+    ],
+)
+def test_status_tells_a_dead_or_silent_one_from_one_that_runs(
+    heard: GatewayHeard | None, at: float, state: str
+) -> None:
+    node = NodeState(
+        incarnation=1,
+        data_dir="",
+        has_nvme=False,
+        supervisor_pid=1,
+        front_restarts=0,
+        started=0.0,
+        has_gateway=True,
+        gateway_heard=heard,
+        gateway_heard_at=at,
+    )
+    assert node.describe_gateway(99.5) == state
