@@ -143,7 +143,10 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
         room = ledger.limits.nvme_bytes - cascade.overhead_bytes
         staying = cascade.nvme_used + cascade.nvme_reserved - cascade.removing_bytes
         _require(
-            staying <= room or not cascade.can_remove or not any(map(ledger.may_leave_nvme, ledger.tree)),
+            staying <= room
+            or cascade.is_behind
+            or not cascade.can_remove
+            or not any(map(ledger.may_leave_nvme, ledger.tree)),
             f"NVMe beyond its capacity while something may go: {staying} bytes stay where {room} may",
         )
 

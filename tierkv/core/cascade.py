@@ -36,6 +36,9 @@ IN_VAIN = 10
 
 _WRITE_HOLD = "write"
 _FOLDERS_OF_A_WRITE = 2  # inodes that a file may need beside its own
+EVICTIONS_AT_A_TIME = 128
+"""When much is to go at once, for capacity that was taken: between two of these slices others are answered."""
+
 _FILES_AT_A_TIME = 8  # evicted beyond what is needed when inodes are short
 _READ_ONLY_RETRY_SECONDS = 30.0  # nothing is removed there until it can be written again, and then at once
 
@@ -65,6 +68,7 @@ class Cascade:
         self._ledger = ledger
         self._next_op = 1
         self._ops: dict[int, _WriteOp | _RemoveOp | _ReadOp] = {}
+        self._num_removes = 0  # of them
         self._write_queue: deque[Extent] = deque()
         self._reads_wanted: OrderedDict[tuple[Extent, int], int] = OrderedDict()  # -> up to how many blocks
         self._failed_writes: dict[Extent, Reason] = {}
@@ -87,6 +91,7 @@ class Cascade:
         self.is_readable = True  # a disk that does not answer a read is not asked for more
         self.is_worker_up = False
         self.is_open = False  # recovery is over
+        self.is_behind = False  # `shrink` has more to evict
         self.progressed: list[Extent] = []  # extents whose file or host copies changed: leases and seals may be due
         self.read_problems: dict[Extent, Reason] = {}  # of those in `progressed`: why less is read than was wanted
 
@@ -269,8 +274,11 @@ class Cascade:
         if self._nvme_free() >= need:
             return None
         slack = capacity // 64  # evict in batches, not one for each write
+        evicted = 0
         while self._nvme_free() + self.removing_bytes < need + slack and self._evict_from_nvme(now):
-            pass
+            evicted += 1
+            if evicted >= EVICTIONS_AT_A_TIME:
+                slack = 0  # enough for others to wait for
         if self._nvme_free() >= need:
             return None
         if self._nvme_free() + self.removing_bytes >= need or self._writes_in_flight or self.removing_bytes:
@@ -286,7 +294,7 @@ class Cascade:
         return Reason.PENDING if self._files_being_removed() or self._writes_in_flight else Reason.NO_INODES
 
     def _files_being_removed(self) -> int:
-        return sum(isinstance(op, _RemoveOp) for op in self._ops.values())
+        return self._num_removes
 
     def _nvme_free(self) -> int:
         return self._ledger.limits.nvme_bytes - self.overhead_bytes - self.nvme_used - self.nvme_reserved
@@ -332,7 +340,7 @@ class Cascade:
         op = self._ops.get(report.op)
         if not isinstance(op, _WriteOp):
             return  # of a worker that died before its report was read
-        del self._ops[report.op]
+        self._end_op(report.op)
         counts = self._ledger.counts
         counts.nvme_written_bytes += report.file_bytes
         counts.nvme_write_seconds += report.seconds
@@ -487,15 +495,25 @@ class Cascade:
         self._neighbours_changed(victim)
         return True
 
-    def shrink(self, now: float) -> None:
-        """Evict down to capacity: after recovery, or when what lies beside the extents has grown."""
+    def shrink(self, now: float, *, at_once: bool = False) -> None:
+        """Evict down to capacity: after recovery, `at_once`, or when what lies beside the extents has grown, a slice
+        with each event and each tick."""
         if not self.is_open:
             return
-        while self._nvme_free() + self.removing_bytes < 0 and self._evict_from_nvme(now):
-            pass
-        if self.spare_files is not None and self.spare_files < 0:
-            while self.spare_files + self._files_being_removed() < 0 and self._evict_from_nvme(now):
-                pass
+        evicted = 0
+        self.is_behind = False
+        while self._is_beyond_capacity():
+            if evicted == EVICTIONS_AT_A_TIME and not at_once:
+                self.is_behind = True
+                return
+            if not self._evict_from_nvme(now):
+                return
+            evicted += 1
+
+    def _is_beyond_capacity(self) -> bool:
+        if self._nvme_free() + self.removing_bytes < 0:
+            return True
+        return self.spare_files is not None and self.spare_files < 0 and self.spare_files + self._num_removes < 0
 
     def lose_file(self, extent: Extent, reason: Reason, now: float) -> None:
         """The file of some rank is not there or not right: the extent's files go, and what only they held."""
@@ -604,7 +622,7 @@ class Cascade:
         op = self._ops.get(report.op)
         if not isinstance(op, _RemoveOp):
             return
-        del self._ops[report.op]
+        self._end_op(report.op)
         if self.spare_files is not None:
             self.spare_files += 1
         extent = op.extent
@@ -702,7 +720,7 @@ class Cascade:
         op = self._ops.get(report.op)
         if not isinstance(op, _ReadOp):
             return
-        del self._ops[report.op]
+        self._end_op(report.op)
         ledger = self._ledger
         extent, rank = op.extent, op.rank
         group = ledger.group_of(extent)
@@ -751,12 +769,12 @@ class Cascade:
     def op_failed(self, report: OpFailed, now: float) -> None:
         op = self._ops.get(report.op)
         if isinstance(op, _WriteOp):
-            del self._ops[report.op]
+            self._end_op(report.op)
             self._write_failed(op, report, now)
         elif isinstance(op, _RemoveOp):
             # Its bytes still count until they are gone, so try until they are. For quarantine there is one try.
             op.aside = None
-            del self._ops[report.op]
+            self._end_op(report.op)
             op.extent.end_op(report.op)
             op.extent.why_not_there = report.reason
             wait = _READ_ONLY_RETRY_SECONDS if report.reason is Reason.READ_ONLY else self._ledger.limits.retry_seconds
@@ -782,7 +800,7 @@ class Cascade:
         again: dict[Extent, None] = {}
         for number, op in list(self._ops.items()):
             if isinstance(op, _ReadOp):
-                del self._ops[number]
+                self._end_op(number)
                 del op.extent.reading[op.rank]
                 ledger.release(op.slots, ledger.group_of(op.extent).slot_bytes, wipe=op.extent.purged)
                 ledger.unhold(op.extent, ("read", op.rank))
@@ -794,7 +812,7 @@ class Cascade:
                 blocks = op.first + len(op.slots)
                 self._reads_wanted[wanted] = max(blocks, self._reads_wanted.get(wanted, 0))
             elif isinstance(op, _WriteOp):
-                del self._ops[number]
+                self._end_op(number)
                 again[op.extent] = None
         for extent in again:
             extent.ops = ()
@@ -851,10 +869,14 @@ class Cascade:
         for extent in waiting:
             self._cant_be_read(extent)
 
+    def _end_op(self, number: int) -> None:
+        self._num_removes -= isinstance(self._ops.pop(number), _RemoveOp)
+
     def _new_op(self, op: _WriteOp | _RemoveOp | _ReadOp) -> int:
         number = self._next_op
         self._next_op += 1
         self._ops[number] = op
+        self._num_removes += isinstance(op, _RemoveOp)
         return number
 
     def _neighbours_changed(self, extent: Extent) -> None:
@@ -885,6 +907,9 @@ class Cascade:
         owners = {e.key: e for e in known if e.nvme in (NvmeState.WRITING, NvmeState.REMOVING)}
         if self._file_owners != owners:
             raise BrokenInvariant(f"files being written or removed: {self._file_owners} counted, {owners} there")
+        removes = sum(isinstance(op, _RemoveOp) for op in self._ops.values())
+        if self._num_removes != removes:
+            raise BrokenInvariant(f"files being removed: {self._num_removes} counted, {removes} there")
         counted = (self.nvme_used, self.nvme_reserved, self.removing_bytes)
         if counted != (used, reserved, removing):
             raise BrokenInvariant(f"NVMe used, reserved, removing: {counted} counted, {used, reserved, removing} there")

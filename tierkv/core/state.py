@@ -283,7 +283,7 @@ class CacheState:
                     self._recovery.finish(saw_all=not report.unreadable)
                     self._recovery = None
                     self._cascade.is_open = True
-                    self._cascade.shrink(now)
+                    self._cascade.shrink(now, at_once=True)
                     self._cascade.pump(now)
             case _:
                 pass  # progress and the worker's farewell are the front's
@@ -438,6 +438,8 @@ class CacheState:
             times.append(next(iter(ledger.staged.values())).since + self.limits.staged_seconds)
         if ledger.touched and self._cascade.is_worker_up:
             times.append(self._touch_due)
+        if self._cascade.is_behind:
+            times.append(0.0)
         times += [due for due in (self._cascade.next_retry(), self._purges.next_retry()) if due is not None]
         return min(times, default=None)
 
@@ -470,7 +472,8 @@ class CacheState:
             self._leases.settle_changed(changed, now)
             cascade.read_problems.clear()
             self._seals.settle(now)
-            cascade.shrink(now)
+            if not cascade.is_behind:  # or all of its slices would be cut here and now
+                cascade.shrink(now)
         for job in self._warmups.values():
             if not job.finished:
                 warmup.advance(job, self._ledger, cascade, now)
