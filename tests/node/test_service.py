@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 import pytest
@@ -18,16 +19,19 @@ from tests.node.kit import (
     Kit,
     prompt,
 )
+from tests.wire.samples import REQUESTS
 from tierkv.core.identity import Identity
-from tierkv.core.instructions import OpenNamespace, RecoveryProgress
+from tierkv.core.instructions import ManifestEntry, OpenNamespace, RecoveryProgress
 from tierkv.core.keys import chain_keys
 from tierkv.node import service as service_module
 from tierkv.node.core_calls import CoreFailed
 from tierkv.node.front_sessions import FrontSession
 from tierkv.wire.messages import (
     MAX_FRAME_BYTES,
+    MAX_TEXT,
     Abort,
     Acquire,
+    AnyRequest,
     Commit,
     Done,
     Error,
@@ -41,6 +45,7 @@ from tierkv.wire.messages import (
     OpenGroup,
     OpenGroupReply,
     Release,
+    Request,
     Reserve,
     Status,
     Usage,
@@ -109,6 +114,26 @@ def test_a_group_must_be_opened_by_the_session_that_uses_it(kit: Kit) -> None:
     assert kit.ask(Match, session=b"2" * 16, group=GROUP, keys=keys).code == ErrorCode.UNKNOWN_GROUP
 
 
+ABOUT_A_GROUP = [request for request in REQUESTS if "group" in request.__struct_fields__]
+
+
+@pytest.mark.scenario("B229", then="every request about a group is refused to a session that has not opened it")
+@pytest.mark.parametrize("sample", ABOUT_A_GROUP, ids=lambda sample: type(sample).__name__)
+def test_no_verb_reaches_a_group_that_another_session_has_open(kit: Kit, sample: Request) -> None:
+    kit.open()
+    stranger = b"stranger-session"
+    kit.join(stranger)
+    kit.open(msgspec.structs.replace(IDENTITY, salt="another tenant"), session=stranger)
+    fields = {name: getattr(sample, name) for name in sample.__struct_fields__ if name not in ("id", "session")}
+    reply = kit.ask(type(sample), session=stranger, **(fields | {"group": GROUP}))
+    assert reply.code == ErrorCode.UNKNOWN_GROUP
+
+
+def test_every_request_about_a_group_is_tried() -> None:
+    about = {kind for kind in get_args(AnyRequest) if "group" in kind.__struct_fields__}
+    assert {type(sample) for sample in ABOUT_A_GROUP} == about
+
+
 def test_a_memory_only_node_says_that_nothing_is_persistent(kit: Kit) -> None:
     assert kit.open() == OpenGroupReply(id=1, group=GROUP, persistent=False, reason="nvme_off")
 
@@ -159,6 +184,27 @@ def test_a_layout_that_can_not_be_is_refused_by_field(kit: Kit, identity: Identi
     total = max(0, min(identity.layout.total_block_bytes, 2**63 - 1))
     reply = kit.ask(OpenGroup, identity=identity, block_bytes=total)
     assert (reply.code, reply.field) == (ErrorCode.INVALID, field)
+
+
+LONG = "x" * (MAX_TEXT + 1)
+
+
+@pytest.mark.parametrize(
+    ("identity", "manifest", "field"),
+    [
+        (msgspec.structs.replace(IDENTITY, salt=LONG), (), "identity.salt"),
+        (msgspec.structs.replace(IDENTITY, config=LONG), (), "identity.config"),
+        (msgspec.structs.replace(IDENTITY, adapter=LONG), (), "identity.adapter"),
+        (layout(engine=LONG), (), "identity.layout.engine"),
+        (IDENTITY, (ManifestEntry(name="x" * 2**20, size=1, digest="ab"),), "manifest"),
+    ],
+)
+def test_what_a_node_would_have_to_remember_of_a_group_is_bounded(
+    kit: Kit, identity: Identity, manifest: tuple[ManifestEntry, ...], field: str
+) -> None:
+    reply = kit.ask(OpenGroup, identity=identity, manifest=manifest, block_bytes=BLOCK_BYTES)
+    assert (reply.code, reply.field) == (ErrorCode.INVALID, field)
+    assert len(reply.problem) < 200
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "context", "shards"])

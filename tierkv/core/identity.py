@@ -90,7 +90,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not _FINGERPRINT.fullmatch(self.weights) and not (self.epoch and not self.weights):
             return (
                 "weights",
-                f"{self.weights!r} is no fingerprint of 64 hex digits; `tierkv fingerprint DIR` prints one",
+                f"{self.weights[:80]!r} is no fingerprint of 64 hex digits; `tierkv fingerprint DIR` prints one",
             )
         if not self.config:
             return "config", "empty; it is the digest of the settings that change KV bytes"

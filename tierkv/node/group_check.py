@@ -7,11 +7,12 @@ import re
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.reasons import Reason
 from tierkv.core.slabs import PAGE_BYTES
-from tierkv.wire.messages import Error, ErrorCode, OpenGroup
+from tierkv.wire.messages import MAX_TEXT, Error, ErrorCode, OpenGroup
 
 MAX_BLOCK_TOKENS = 65_536
 MAX_SHARDS = 1_024
 MAX_LAYER_GROUPS = 65_536
+MAX_MANIFEST_BYTES = 2**20
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
@@ -21,7 +22,7 @@ def why_refused(request: OpenGroup, *, slab_bytes: int) -> Error | None:
     if gap := request.identity.find_gap():
         return Error(id=request.id, code=ErrorCode.INVALID, problem=gap[1], field=f"identity.{gap[0]}")
     layout, parallel = request.identity.layout, request.identity.parallel
-    if problem := _problem_of_layout(layout) or _problem_of_parallel(parallel):
+    if problem := _problem_of_size(request) or _problem_of_layout(layout) or _problem_of_parallel(parallel):
         field, what = problem
         return Error(id=request.id, code=ErrorCode.INVALID, problem=what, field=field)
     if request.block_bytes != layout.total_block_bytes:
@@ -48,6 +49,19 @@ def why_not_persistent(identity: Identity, *, has_nvme: bool, asked: bool) -> Re
         return Reason.NVME_OFF
     if not asked or not identity.is_persistent or not _FINGERPRINT.fullmatch(identity.weights):
         return Reason.NOT_PERSISTENT
+    return None
+
+
+def _problem_of_size(request: OpenGroup) -> tuple[str, str] | None:
+    """What a node remembers of every group for as long as it lives is bounded, and so is what an engine may say of
+    one. Layer groups are many in a deep model, texts and file names are short."""
+    for where, texts in (("identity", request.identity), ("identity.layout", request.identity.layout)):
+        for name in texts.__struct_fields__:
+            value = getattr(texts, name)
+            if isinstance(value, str) and len(value) > MAX_TEXT:
+                return f"{where}.{name}", f"{len(value)} characters are more than {MAX_TEXT}"
+    if sum(len(entry.name) + len(entry.digest) for entry in request.manifest) > MAX_MANIFEST_BYTES:
+        return "manifest", f"its names are longer than {MAX_MANIFEST_BYTES} bytes together"
     return None
 
 
