@@ -213,7 +213,12 @@ def test_a_symbolic_link_is_no_data_directory(node: Node, tmp_path: Path, whole:
     assert list(real.iterdir()) == []
 
 
-def test_a_directory_of_a_newer_format_is_refused_and_left_untouched(node: Node) -> None:
+@pytest.mark.scenario(
+    "B114",
+    then="on a directory of a newer format the node starts without its NVMe tier and says so in status: misses, hits"
+    " from memory, exit 0 at its end, and the directory as it was",
+)
+def test_a_directory_of_a_newer_format_is_left_untouched_and_memory_is_served(node: Node) -> None:
     node.start()
     with StampedEngine(node.endpoint) as engine:
         engine.store_flushed(1, BLOCKS)
@@ -222,9 +227,14 @@ def test_a_directory_of_a_newer_format_is_refused_and_left_untouched(node: Node)
     content = json.loads(stamp.read_text())
     stamp.write_text(json.dumps({**content, "format": content["format"] + 1, "new": {"things": 1}}))
     before = snapshot(data_of(node))
-    code, problem = refusal(node)
-    assert code == 2
-    assert str(content["format"] + 1) in problem
+    node.start()
+    status = node.wait_status(lambda status: status.state == "degraded", "it says what is wrong")
+    assert any(f"format {content['format'] + 1}" in problem for problem in status.problems)
+    with StampedEngine(node.endpoint) as engine:
+        assert engine.match(1, BLOCKS) == 0
+        assert engine.store(2, BLOCKS) == BLOCKS
+        assert engine.load(2, BLOCKS).right == BLOCKS
+    assert node.stop().exit_code == 0
     after = snapshot(data_of(node))
     assert {**before, "LOCK": None} == {**after, "LOCK": None}
 

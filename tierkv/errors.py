@@ -3,7 +3,8 @@
     TierkvError
     |-- ConfigError              a setting or argument is wrong; names the field            exit 2
     |-- DataDirectoryError       the data directory can't be used as it is                  exit 2
-    |   `-- DataDirectoryInUse   another node holds its lock                                exit 3
+    |   |-- DataDirectoryInUse   another node holds its lock                                exit 3
+    |   `-- DataDirectoryNewer   a newer tierkv made it: left alone
     |-- IncompleteError          finished, but not everything was done                      exit 4
     |-- NodeUnreachable          no node answers at the endpoint                            exit 5
     |   `-- NodeSilent           one is there, and does not answer in time
@@ -45,6 +46,10 @@ class DataDirectoryError(TierkvError):
 
 class DataDirectoryInUse(DataDirectoryError):
     exit_code = 3
+
+
+class DataDirectoryNewer(DataDirectoryError):
+    pass
 
 
 class IncompleteError(TierkvError):

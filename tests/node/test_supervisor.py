@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tierkv.config import Settings
-from tierkv.errors import ConfigError, DataDirectoryError, DataDirectoryInUse, IncompleteError, TierkvError
+from tierkv.errors import ConfigError, DataDirectoryInUse, IncompleteError, TierkvError
 from tierkv.node import incarnation as incarnation_module
 from tierkv.node import supervisor as supervisor_module
 from tierkv.node.control import HostLimit
@@ -125,14 +125,6 @@ def test_an_endpoint_that_is_in_use_is_refused(settings: Callable[..., Settings]
     claim_socket_folder(chosen.socket_dir)
     with lock_socket_directory(chosen.socket_dir), pytest.raises(DataDirectoryInUse):
         run(chosen)
-
-
-def test_a_newer_format_is_refused_untouched(settings: Callable[..., Settings], tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "FORMAT").write_text('{"format": 999, "store": "x"}')
-    with pytest.raises(DataDirectoryError, match="newer"):
-        run(settings(data_dir=str(tmp_path / "data")))
-    assert sorted(os.listdir(tmp_path / "data")) == ["FORMAT", "LOCK"]
 
 
 @pytest.mark.scenario("B142", then="and it is said before anything is started")

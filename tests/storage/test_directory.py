@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.system_calls import hold
-from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
+from tierkv.errors import BrokenInvariant, DataDirectoryError, DataDirectoryNewer, StorageError
 from tierkv.storage import directory as module
 from tierkv.storage.directory import FOLDERS, DataDirectory
 from tierkv.storage.names import TEMP
@@ -90,10 +90,11 @@ def test_directories_of_the_system_are_refused(path: str) -> None:
         DataDirectory.open(path)
 
 
+@pytest.mark.scenario("B114", then="a directory of a newer format is left untouched")
 def test_a_newer_format_is_left_untouched(tmp_path: Path) -> None:
     (tmp_path / "FORMAT").write_text('{"format": 2, "store": "x", "other": [1]}')
     before = tree(tmp_path)
-    with pytest.raises(DataDirectoryError, match=r"format 2, made by a newer tierkv"):
+    with pytest.raises(DataDirectoryNewer, match=r"format 2, made by a newer tierkv"):
         DataDirectory.open(tmp_path)
     assert tree(tmp_path) == before
 

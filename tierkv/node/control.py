@@ -56,12 +56,14 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
     """First message to a front, with the generations descriptor. `host_bytes` of the settings is the arena's size, and
-    `host_limit_bytes` what of it may be used for now. Zeros: see clock.py."""
+    `host_limit_bytes` what of it may be used for now. `data_dir_problem` is why there is no NVMe tier where one was
+    asked for. Zeros: see clock.py."""
 
     settings: FrontSettings
     incarnation: int
     supervisor_pid: int
     front_restarts: int
+    data_dir_problem: str = ""
     host_limit_bytes: int
     wall_zero: float
     monotonic_zero: float

@@ -127,6 +127,7 @@ class Front:
             has_nvme=self._has_nvme,
             supervisor_pid=begin.supervisor_pid,
             front_restarts=begin.front_restarts,
+            data_dir_problem=begin.data_dir_problem,
             started=time.monotonic(),
             has_gateway=settings.has_gateway,
             began=self._now(),

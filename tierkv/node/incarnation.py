@@ -25,7 +25,15 @@ FRONT_MODULE = "tierkv.node.front"
 class Incarnation:
     """Owns the memory, the control socket and, through `front` and `worker`, the processes."""
 
-    def __init__(self, settings: Settings, clock: NodeClock, lock_fd: int, *, front_restarts: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: NodeClock,
+        lock_fd: int,
+        *,
+        front_restarts: int,
+        data_dir_problem: str = "",
+    ) -> None:
         self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
         self.is_ready = False
         self.is_recovered = False
@@ -54,6 +62,7 @@ class Incarnation:
             incarnation=self.number,
             supervisor_pid=os.getpid(),
             front_restarts=front_restarts,
+            data_dir_problem=data_dir_problem,
             host_limit_bytes=0,
             wall_zero=clock.wall_zero,
             monotonic_zero=clock.monotonic_zero,

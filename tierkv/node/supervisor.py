@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from tierkv.config import Settings
-from tierkv.errors import ConfigError, IncompleteError, TierkvError, WireError
+from tierkv.errors import ConfigError, DataDirectoryNewer, IncompleteError, TierkvError, WireError
 from tierkv.node.admission import Admission
 from tierkv.node.arena import are_huge_pages_possible
 from tierkv.node.children import FIRST_DELAY_SECONDS, Backoff, Child, IndexSuspicion
@@ -89,9 +89,15 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s supervisor: %(message)s")
     with ExitStack() as owned:
         held: HeldDirectory | None = None
+        data_dir_problem = ""
         if settings.data_dir is not None:
-            taken = HeldDirectory.take(settings.data_dir, settings.lock_wait_seconds, read_only=settings.read_only)
-            held = owned.enter_context(taken)
+            try:
+                taken = HeldDirectory.take(settings.data_dir, settings.lock_wait_seconds, read_only=settings.read_only)
+                held = owned.enter_context(taken)
+            except DataDirectoryNewer as error:  # after a way back: what memory can do is done without it
+                data_dir_problem = f"no nvme tier: {error}"
+                log.error("%s; serving from memory alone", error)
+                settings = settings.model_copy(update={"data_dir": None, "nvme_bytes": None, "read_only": False})
         require_metrics_address(settings)
         claim_socket_folder(settings.socket_dir)
         owned.enter_context(lock_socket_directory(settings.socket_dir))
@@ -108,7 +114,7 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
         sessions = Sessions(listener)
         owned.callback(sessions.close)
         signals = owned.enter_context(caught_signals())
-        supervisor = Supervisor(settings, held, sessions, signals, say)
+        supervisor = Supervisor(settings, held, sessions, signals, say, data_dir_problem=data_dir_problem)
         try:
             return supervisor.serve()
         finally:
@@ -116,7 +122,8 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
 
 
 class Supervisor:
-    """`held` is the data directory; None for a node without. `signals` gives a byte for each."""
+    """`held` is the data directory; None for a node without, and `data_dir_problem` says why where it was to have one.
+    `signals` gives a byte for each."""
 
     def __init__(
         self,
@@ -125,8 +132,11 @@ class Supervisor:
         sessions: Sessions,
         signals: socket.socket,
         say: Callable[[str], None],
+        *,
+        data_dir_problem: str = "",
     ) -> None:
         self._settings = settings
+        self._data_dir_problem = data_dir_problem
         self._held = held
         self._retake_due: float | None = None
         self._retake_problem = ""
@@ -244,7 +254,13 @@ class Supervisor:
         try:
             restarts = self._front_backoff.restarts
             lock_fd = self._held.lock_fd if self._held is not None else -1
-            self._incarnation = Incarnation(self._settings, self._clock, lock_fd, front_restarts=restarts)
+            self._incarnation = Incarnation(
+                self._settings,
+                self._clock,
+                lock_fd,
+                front_restarts=restarts,
+                data_dir_problem=self._data_dir_problem,
+            )
         except ConfigError as error:
             log.error("no new front: %s", error)
             self._front_due = self._front_backoff.died(now)

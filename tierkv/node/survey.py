@@ -42,6 +42,7 @@ class NodeState:
     is_stopping: bool = False
     host_problem: str = ""
     metrics_problem: str = ""
+    data_dir_problem: str = ""
     supervisor_heard: float = 0.0
     has_gateway: bool = False
     gateway_heard: GatewayHeard | None = None
@@ -154,6 +155,8 @@ class Survey:
             yield self._node.host_problem
         if self._node.metrics_problem:
             yield self._node.metrics_problem
+        if self._node.data_dir_problem:
+            yield self._node.data_dir_problem
         if self._node.has_gateway and (gateway := self._node.describe_gateway(now)) != "running":
             yield f"the gateway for tenants that are not trusted is {gateway}"
         if self._is_supervisor_silent(now):

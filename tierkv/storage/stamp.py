@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tierkv.core.reasons import Reason
-from tierkv.errors import DataDirectoryError, StorageError
+from tierkv.errors import DataDirectoryError, DataDirectoryNewer, StorageError
 from tierkv.storage.new_folders import make_folders
 from tierkv.storage.system_calls import call
 
@@ -137,7 +137,7 @@ def _check_stamp(path: Path, raw: bytes) -> Stamp:
             " the directory to start anew"
         ) from error
     if stamp.format > DIRECTORY_FORMAT:
-        raise DataDirectoryError(
+        raise DataDirectoryNewer(
             f"{path} has format {stamp.format}, made by a newer tierkv; this one knows up to {DIRECTORY_FORMAT}."
             " It was left as it is: run the newer tierkv, or name another directory"
         )
