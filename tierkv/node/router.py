@@ -52,7 +52,8 @@ class Router:
     def _bind(self) -> None:
         try:
             self.socket.bind(self._endpoint)
-        except zmq.ZMQError as error:
+            os.chmod(self._path, 0o600)
+        except (zmq.ZMQError, OSError) as error:
             raise ConfigError("socket_dir", f"{self._path}: {error.strerror}") from error
         self._inode = self._find_inode()
 

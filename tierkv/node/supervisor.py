@@ -76,7 +76,15 @@ log = logging.getLogger(__name__)
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    """For whoever reads it. That nobody does, as the terminal or the pipe is closed or the disk behind it full, is no
+    reason to end, nor to end otherwise than well."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        log.warning("nobody can be told %r: %s", line, error.strerror)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # or what is left in the buffer is tried again at exit
+        os.close(nowhere)
 
 
 def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
