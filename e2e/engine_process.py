@@ -13,10 +13,15 @@ import sys
 import threading
 from typing import Any
 
+import zmq
+
 from tierkv.torture.stamped import StampedEngine, count_right, poisoned, stamps, tokens_of
+from tierkv.wire.frames import encode
+from tierkv.wire.messages import Status
 
 engine: StampedEngine
 leases: dict[str, tuple[Any, bytes]] = {}
+flooding: list[Any] = []
 tickets: dict[str, tuple[Any, bytes]] = {}
 scribblers: dict[str, tuple[threading.Event, threading.Thread, list[int]]] = {}
 
@@ -79,6 +84,19 @@ def abort(name: str) -> dict[str, Any]:
     return {}
 
 
+def flood(count: int) -> dict[str, Any]:
+    """Ask that often under this engine's session, and read no reply."""
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    flooding.append(dealer)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RCVHWM, 1)
+    dealer.connect(f"ipc://{engine.client.endpoint}/node.sock")
+    question = encode(Status(id=1, session=engine.client.session_token()))
+    for _ in range(count):
+        dealer.send(question)
+    return {}
+
+
 def start_scribbling(name: str) -> dict[str, Any]:
     """Copy into the slots of the held ticket again and again, as a stuck engine would that never heard of any end."""
     ticket, keys = tickets[name]
@@ -115,6 +133,7 @@ VERBS = {
         fill,
         commit,
         abort,
+        flood,
         start_scribbling,
         stop_scribbling,
     )
