@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ from tierkv.gateway.upstream import HOP_SECONDS, Upstream, refusal, refusal_of_f
 from tierkv.gateway.users import MAX_IDENTITY_BYTES, MAX_REQUEST_BYTES, MAX_REQUESTS, User
 from tierkv.wire.frames import Malformed, decode_request
 from tierkv.wire.messages import (
+    MAX_PAYLOAD_BYTES,
     PROTOCOL_VERSION,
     Abort,
     Acquire,
@@ -83,6 +84,7 @@ class Service:
         self._upstream = upstream
         self._incarnation = incarnation
         self._sessions: dict[bytes, TenantSession] = {}
+        self._fetched = np.empty(MAX_PAYLOAD_BYTES, np.uint8)
         self._endings: set[asyncio.Task[None]] = set()
         self._here: dict[type[Request], Callable[[TenantSession, Any], Reply]] = {
             Fetch: self._fetch,
@@ -299,7 +301,8 @@ class Service:
         if request.start + request.num_bytes > size:
             problem = f"the lease has {size} bytes"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="start")
-        return FetchReply(id=request.id, payload=read_span(held.facts.slots, request.start, request.num_bytes))
+        proven = read_span(held.facts.slots, request.start, request.num_bytes, self._fetched)
+        return FetchReply(id=request.id, payload=cast("bytes", proven.data))  # encoded before the next one is fetched
 
     def _release(self, session: TenantSession, request: Release) -> Reply:
         self._end_grant(session, request.grant, HeldLease)

@@ -15,10 +15,9 @@ import numpy as np
 from tierkv.client.grants import Slots
 
 
-def read_span(slots: Slots, start: int, num_bytes: int) -> bytes:
+def read_span(slots: Slots, start: int, num_bytes: int, copied: np.ndarray) -> np.ndarray:
     """Copy, then compare generations, then tell: the bytes from `start` on that are proven to be what was granted, up
-    to the first block that is not."""
-    copied = np.empty(num_bytes, np.uint8)
+    to the first block that is not. They are a part of `copied`, which the caller gives and may use again."""
     position = 0
     for block, begin, end in _parts(slots.block_bytes, start, num_bytes):
         offset = int(slots.offsets[block])
@@ -26,7 +25,7 @@ def read_span(slots: Slots, start: int, num_bytes: int) -> bytes:
         position += end - begin
     first, last = start // slots.block_bytes, -(-(start + num_bytes) // slots.block_bytes)
     proven = (first + slots.count_valid(first, last)) * slots.block_bytes - start
-    return copied[: max(0, proven)].tobytes()
+    return copied[: min(num_bytes, max(0, proven))]
 
 
 class Writing:
