@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks import machine, report
 from benchmarks.measure import Plan
 
-BENCHMARKS = ("core", "cli", "match_latency", "copies", "nvme", "start")
+BENCHMARKS = ("core", "cli", "match_latency", "copies", "inline", "nvme", "start")
 """Modules with a QUESTION and a `measure(plan)` that yields figures; the quickest come first."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from tierkv.node.control import GatewayHeard
 from tierkv.node.gateway_process import GatewayProcess
 from tierkv.node.socket_folder import claim_inline_folder, claim_socket_folder
 from tierkv.node.survey import GATEWAY_SILENT_SECONDS, NodeState
+from tierkv.wire.messages import PROTOCOL_VERSION
+from tierkv.wire.session import InlineGrant, SessionHello, decode_packet, encode_packet
 
 PATIENCE_SECONDS = 30.0
 
@@ -94,6 +97,48 @@ def test_one_that_is_stopped_is_killed_at_the_end(gateway: GatewayProcess, monke
     os.kill(pid, signal.SIGSTOP)
     gateway.end()
     assert gateway.filenos() == []
+
+
+@pytest.mark.scenario(
+    "B168", then="parts of a message that never ends fill a bounded amount of memory, and others are served afterwards"
+)
+def test_a_message_that_never_ends_costs_its_sender_the_connection_and_the_machine_no_memory(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.node.gateway_process.MEMORY_BYTES", 160 * 2**20)
+    monkeypatch.setattr("tierkv.node.gateway_process.MEMORY_BYTES_A_USER", 0)
+    gateway = GatewayProcess(settings)
+    try:
+        wait_for(gateway, lambda heard: heard.is_running)
+        sent = send_endless_message(settings.inline_dir / f"{os.geteuid()}.sock", at_most=600 * 2**20)
+        assert 2**20 <= sent < 400 * 2**20, "cut off when there was no memory left for it"
+        wait_for(gateway, lambda heard: heard.is_running)  # the same one, or the next
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(PATIENCE_SECONDS)
+            sock.connect(os.fspath(settings.inline_dir / "session.sock"))
+            sock.send(encode_packet(SessionHello(protocol=PROTOCOL_VERSION)))
+            assert isinstance(decode_packet(sock.recv(65_536)), InlineGrant)
+    finally:
+        gateway.kill()
+
+
+def send_endless_message(path: Path, at_most: int) -> int:
+    """A DEALER by hand, for ZeroMQ's own would keep the parts to itself: bytes sent until the other side hangs up."""
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    part = b"\x03" + (2**20).to_bytes(8, "big") + bytes(2**20)  # long, and more to come
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(PATIENCE_SECONDS)
+        sock.connect(os.fspath(path))
+        sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        sock.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        sent = 0
+        try:
+            while sent < at_most:
+                sock.sendall(part)
+                sent += len(part)
+        except OSError:
+            pass  # that is what is waited for
+        return sent
 
 
 @pytest.mark.parametrize(

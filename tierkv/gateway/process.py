@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -40,6 +41,8 @@ from tierkv.workers.lifeline import end_with_parent
 
 BEAT_SECONDS = 1.0
 SOCKET_CHECK_SECONDS = 20.0
+LOG_EVERY_SECONDS = 10.0
+"""Tenants must not be able to fill the log."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
@@ -62,6 +65,7 @@ class Gateway:
         self._sockets = {uid: self._open_socket(folder, user) for uid, user in self._users.items()}
         self._sessions = Sessions(listen_for_sessions(folder, 0o666), users=frozenset(self._users))
         self._session_socket = folder / SESSION_SOCKET_NAME
+        self._stalled_log_due = 0.0
         self._inode = self._session_socket.stat().st_ino
 
     def _open_socket(self, folder: Path, user: User) -> UserSocket:
@@ -157,7 +161,9 @@ class Gateway:
         session = self._service.find(token)
         if session is None:
             return
-        log.warning("a session of user %d does not read its replies; ending it", session.user.uid)
+        if (now := time.monotonic()) >= self._stalled_log_due:
+            self._stalled_log_due = now + LOG_EVERY_SECONDS
+            log.warning("a session of user %d does not read its replies; ending it", session.user.uid)
         self._service.end_session(token)
         self._sessions.end(session.known)
 
@@ -182,9 +188,20 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 4 * MAX_FRAME_BYTES)
 
 
+def _limit_memory(num_bytes: int) -> None:
+    """A peer may send parts of one message without an end, which ZeroMQ keeps until it has them all, whatever its
+    queues are set to. So the kernel sets the limit: where it says no, ZeroMQ drops the connection that it was reading
+    from."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    chosen = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (chosen, hard))
+
+
 def main(arguments: list[str]) -> int:
     config = GatewayConfig.decode(arguments[0])
     _keep_freed_memory()
+    if config.memory_bytes:
+        _limit_memory(config.memory_bytes)
     end_with_parent(config.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the supervisor, which ends the lifeline

@@ -250,7 +250,7 @@ _PAGE_HEAD = """\
 Served for Prometheus at `http://<metrics_host>:<metrics_port>/metrics`, only when `metrics_port` is set. Counters
 (names in `_total`) only grow while one front lives and start at 0 in the next. Labels are from closed lists: `tier` is
 `host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`, a `code` one of the error codes in protocol.md, an
-`operation` of `request_seconds` the name of a request there, a `worker` is `front` or `storage`.
+`operation` of `request_seconds` the name of a request there, a `worker` is `front`, `storage` or `gateway`.
 
 Made from `tierkv/metrics/table.py` by `python -m tierkv.metrics`.
 

@@ -14,7 +14,7 @@ import msgspec
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`lifeline_fd` is one end of a pair of sockets whose other end only the supervisor holds: the gateway ends with
     it, and each packet on it is a sign of life. `user_bytes` is what one of `users` may hold in leases and tickets at
-    one time."""
+    one time. `memory_bytes`: what the process may have as memory of its own, the arena aside (0: no limit)."""
 
     socket_dir: str
     inline_dir: str
@@ -22,6 +22,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     user_bytes: int
     lifeline_fd: int
     parent_pid: int
+    memory_bytes: int = 0
     log_level: str = "info"
 
     def encode(self) -> str:

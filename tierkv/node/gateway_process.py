@@ -18,6 +18,8 @@ from tierkv.node.gateway_config import GatewayConfig
 
 GATEWAY_MODULE = "tierkv.gateway.process"
 END_SECONDS = 2.0
+MEMORY_BYTES, MEMORY_BYTES_A_USER = 2**30, 128 * 2**20
+"""A gateway that is flooded loses connections first, itself at worst, and never the machine's memory."""
 
 log = logging.getLogger(__name__)
 
@@ -130,5 +132,6 @@ class GatewayProcess:
             user_bytes=settings.inline_bytes,
             lifeline_fd=lifeline_fd,
             parent_pid=os.getpid(),
+            memory_bytes=MEMORY_BYTES + len(settings.inline_uids) * MEMORY_BYTES_A_USER,
             log_level=settings.log_level,
         ).encode()

@@ -42,6 +42,7 @@ from tierkv.wire.session import (
 
 MAX_SESSIONS = 1_024
 MAX_KNOCKS = 128
+KNOCKS_A_USER = 32  # where many users are served
 HELLO_SECONDS = 5.0
 TOKEN_BYTES = 16
 ACCEPTS_PER_POLL = 64
@@ -300,8 +301,9 @@ class Sessions:
             _send(sock, SessionRefused(code="wrong_user", problem=problem), [])
             sock.close()
             return
-        if len(self._watched.knocks) >= MAX_KNOCKS:
-            self._drop(next(iter(self._watched.knocks.values())))  # the oldest: an honest client says hello at once
+        of_user = [knock for knock in self._watched.knocks.values() if knock.uid == uid]
+        if len(of_user) >= max(MAX_KNOCKS // len(self._users), min(MAX_KNOCKS, KNOCKS_A_USER)):
+            self._drop(of_user[0])  # the oldest: an honest client says hello at once
         try:
             pidfd = _open_pidfd(sock, pid)
         except OSError:  # the process is gone already, or no descriptor is left

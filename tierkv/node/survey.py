@@ -133,12 +133,18 @@ class Survey:
                 "seals": len(self._core.seals),
             },
             latencies={name: latency.copy() for name, latency in self._outbox.latencies.items()},
-            worker_restarts={"front": self._node.front_restarts, STORAGE: worker.restarts},
+            worker_restarts=self._restarts(),
             io_errors=dict(_io_errors(worker.errors)),
             request_errors=dict(self._outbox.errors),
             dropped_replies=self._outbox.dropped,
             slow_sessions=self._outbox.slow_sessions,
         )
+
+    def _restarts(self) -> dict[str, int]:
+        restarts = {"front": self._node.front_restarts, STORAGE: self._worker.restarts}
+        if self._node.has_gateway:
+            restarts[GATEWAY] = self._node.gateway_heard.restarts if self._node.gateway_heard else 0
+        return restarts
 
     # ---- parts
 
