@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.harness import Node, StampedEngine, environment, wait_until
-from tierkv.torture.stamped import BLOCK_BYTES, BLOCK_TOKENS
+from tierkv.torture.stamped import BLOCK_BYTES, BLOCK_TOKENS, tokens_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,6 +67,10 @@ def free_port() -> int:
 # ---- reports
 
 
+@pytest.mark.scenario(
+    "B243",
+    then="booked bytes are those of the files, allocated ones du's; index, quarantine, unreachable apart",
+)
 def test_du_says_what_the_disk_says(node: Node) -> None:
     node.start()
     with StampedEngine(node.endpoint) as engine, StampedEngine(node.endpoint, salt="tenant") as other:
@@ -83,6 +87,27 @@ def test_du_says_what_the_disk_says(node: Node) -> None:
         assert found["total"]["unreachable_bytes"] == 0
         (nvme,) = [tier for tier in found["tiers"] if tier["tier"] == "nvme"]
         assert nvme["used_bytes"] == on_disk
+        flip_a_byte(extent_files(node)[0])
+        assert tierkv("verify", "--repair", "--endpoint", str(node.endpoint)).returncode == 0
+        wait_until(lambda: len(extent_files(node)) == found["total"]["extents"], "it is written again")
+        node.wait_status(lambda status: status.dirty_extents == 0, "nothing is being written")
+        node.wait_status(lambda status: status.tiers[1].quarantined_files == 1, "the worker has told of it")
+        with node.paused("storage"):
+            told = answer(node, "du", "--disk")
+            assert node.data_dir is not None
+            du = subprocess.run(
+                ["du", "-s", "--block-size=1", node.data_dir], capture_output=True, text=True, check=True
+            )
+            assert told["disk"]["total"]["allocated_bytes"] == int(du.stdout.split()[0])
+        assert told["disk"]["extents"]["apparent_bytes"] == told["total"]["nvme_bytes"]
+        (nvme,) = [tier for tier in told["tiers"] if tier["tier"] == "nvme"]
+        assert told["disk"]["quarantine"]["files"] == nvme["quarantined_files"] == 1
+        assert told["disk"]["quarantine"]["allocated_bytes"] == nvme["quarantined_bytes"]
+        assert (told["disk"]["temporary"]["files"], told["disk"]["foreign"]["files"]) == (0, 0)
+        beside = told["disk"]["total"]["allocated_bytes"] - told["disk"]["extents"]["allocated_bytes"]
+        assert beside - told["disk"]["folders"]["allocated_bytes"] <= nvme["overhead_bytes"]
+        shown = tierkv("du", "--disk", "--endpoint", str(node.endpoint)).stdout
+        assert "quarantine" in shown
     # nobody has the identities open any more
     total = wait_until(
         lambda: (found := answer(node, "du")["total"])["unreachable_bytes"] and found, "the sessions have ended"
@@ -109,28 +134,44 @@ def test_status_tells_of_tiers_and_processes(node: Node) -> None:
     assert answer(node, "status")["endpoint"] == str(node.endpoint)
 
 
+@pytest.mark.scenario(
+    "B240", then="of 16,000 tokens asked for 8,800 are hits, by tier as they were; nothing moves while nothing is done"
+)
+@pytest.mark.scenario("B241", then="lookups without a load and aborted tickets beside them count as what they are")
 def test_metrics_equal_what_was_done_and_stand_still_when_nothing_is(tmp_path: Path) -> None:
     port = free_port()
     with Node(tmp_path, metrics_port=str(port)) as node:
         node.start()
         with StampedEngine(node.endpoint) as engine:
             engine.store_flushed(1, 10)
-            for _ in range(4):
-                assert engine.load(1, 10).right == 10  # all of it
-            for _ in range(3):
-                assert engine.load(1, 5).right == 5
-            for prompt in (2, 3, 4):
-                assert engine.load(prompt, 10).blocks == 0
+            engine.store_flushed(2, 5)
+        node.stop()
+        node.start()
+        with StampedEngine(node.endpoint) as engine:
+            for number in range(100):  # 40 of 160 tokens, 30 of 80 out of 160, 30 of none
+                prompt = (1, 2, 3)[(number % 10 >= 4) + (number % 10 >= 7)]
+                assert engine.load(prompt, 10).right == {1: 10, 2: 5, 3: 0}[prompt]
+                engine.match(prompt, 10)  # a question, and no use
+                if number % 20 == 0:
+                    with engine.group.reserve(tokens_of(1_000 + number, 10)):
+                        pass  # aborted
+            engine.store(4, 10)
             first = scrape(port)
-            assert first["tierkv_asked_tokens_total"] == (40 + 15 + 30) * BLOCK_TOKENS
-            assert first["tierkv_hit_tokens_total host"] == 55 * BLOCK_TOKENS
-            assert first["tierkv_hit_tokens_total nvme"] == 0
-            assert first["tierkv_missed_tokens_total"] == 30 * BLOCK_TOKENS
+            hits = {tier: first[f"tierkv_hit_tokens_total {tier}"] for tier in ("host", "nvme")}
+            assert first["tierkv_asked_tokens_total"] == 16_000
+            assert hits == {"host": 8_800 - 15 * BLOCK_TOKENS, "nvme": 15 * BLOCK_TOKENS}
+            assert sum(hits.values()) / first["tierkv_asked_tokens_total"] == 0.55
+            assert first["tierkv_missed_tokens_total"] == 7_200
             assert first["tierkv_stored_tokens_total"] == 10 * BLOCK_TOKENS
+            assert first["tierkv_aborted_tickets_total grant_ended"] == 5
             assert first["tierkv_leases"] == first["tierkv_tickets"] == 0
             second = scrape(port)
             counters = [name for name in first if "_total" in name]
             assert {name: first[name] for name in counters} == {name: second[name] for name in counters}
+        node.stop()
+        node.start()
+        after = scrape(port)
+        assert [after[f"tierkv_{name}_tokens_total"] for name in ("asked", "missed", "stored")] == [0, 0, 0]
 
 
 def scrape(port: int) -> dict[str, float]:

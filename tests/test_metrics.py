@@ -38,6 +38,7 @@ def parsed(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
+@pytest.mark.scenario("B240", then="what is exported of 100 scripted requests: 16,000 asked, 8,800 hit, by tier")
 def test_tokens_asked_for_are_those_hit_by_tier_and_those_missed():
     # 100 requests of 160 tokens: 40 hit whole in host memory, 30 hit 80 tokens on NVMe, 30 nothing
     counts = Counters(asked_tokens=16_000, hit_tokens=Counter(host=6_400, nvme=2_400))

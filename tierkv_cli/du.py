@@ -13,6 +13,7 @@ from tierkv_cli.options import Where, json_option, where_options
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tierkv.storage.disk_usage import DiskUse
     from tierkv.wire.messages import TierUsage, UsageReply, UsageRow
 
 BY = ("model", "adapter", "tenant", "group")
@@ -20,20 +21,25 @@ BY = ("model", "adapter", "tenant", "group")
 
 @click.command(short_help="Show what takes how much room.")
 @click.option("--by", type=click.Choice(BY), default="model", show_default=True, help="What makes a line.")
+@click.option("--disk", is_flag=True, help="Also measure the files on disk, each of them, as `du` does.")
 @json_option
 @where_options
-def command(*, where: Where, by: str, as_json: bool) -> None:
+def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
     """Show what takes how much room, in memory and on disk.
 
     "unreachable" is what belongs to identities that no connected engine has open: of a model that isn't served now, or
     that was changed since. It is not lost, and is found again when an engine with that identity comes back.
     A tenant is shown by the first digits of its salt's digest.
+
+    The node tells what it has booked, and looks at no file for it. `--disk` looks: lengths of files, and what the disk
+    gave for them, by what they are. It has to be said on the node's machine, by who may read its data directory.
     """
     from tierkv_cli.output import console, plain, print_json
     from tierkv_cli.reach import operator
 
     with operator(where) as node:
         usage = node.usage()
+        on_disk = measure_disk(node.status().data_dir) if disk else []
     lines = aggregate(usage.rows, by)
     if as_json:
         print_json(
@@ -42,12 +48,16 @@ def command(*, where: Where, by: str, as_json: bool) -> None:
                 "lines": [line.as_object() for line in lines],
                 "total": total(lines).as_object(),
                 "tiers": plain(usage.tiers),
+                **({"disk": disk_as_object(on_disk)} if disk else {}),
             }
         )
         return
     screen = console()
     for part in view(usage, lines, by):
         screen.print(part)
+    if disk:
+        screen.print("")
+        screen.print(_disk_table(on_disk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +152,31 @@ def _both(name: str, other: str) -> str:
     return name if not other or other in known else ", ".join([*known, other])
 
 
+# ---- the files
+
+
+def measure_disk(data_dir: str) -> list[DiskUse]:
+    """Raises DataDirectoryError where there is nothing to measure, or it can't be."""
+    from pathlib import Path
+
+    from tierkv.errors import DataDirectoryError
+    from tierkv.storage.disk_usage import measure
+
+    if not data_dir:
+        raise DataDirectoryError("this node keeps everything in memory: it has no data directory to measure")
+    try:
+        return measure(Path(data_dir))
+    except OSError as error:
+        raise DataDirectoryError(f"{error.filename} can't be looked at from here: {error.strerror}") from error
+
+
+def disk_as_object(uses: list[DiskUse]) -> dict[str, dict[str, int]]:
+    """By kind, and their sums as "total"."""
+    numbers = ("files", "apparent_bytes", "allocated_bytes")
+    rows = {use.kind: {name: getattr(use, name) for name in numbers} for use in uses}
+    return rows | {"total": {name: sum(row[name] for row in rows.values()) for name in numbers}}
+
+
 # ---- for people
 
 
@@ -219,6 +254,21 @@ def _numbers(line: Line, size: Callable[[int], str]) -> tuple[str, ...]:
         size(line.nvme_bytes),
         size(line.unreachable_bytes) if line.unreachable_bytes else "-",
     )
+
+
+def _disk_table(uses: list[DiskUse]) -> RenderableType:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import table
+
+    numbers = ("files", "apparent", "allocated")
+    shown = table("on disk", *numbers, numbers=numbers)
+    for kind, row in disk_as_object(uses).items():
+        if kind == "total":
+            shown.add_section()
+        if row["files"]:
+            sizes = human_size(row["apparent_bytes"]), human_size(row["allocated_bytes"])
+            shown.add_row(kind, f"{row['files']:,}", *sizes)
+    return shown
 
 
 def _tier_table(tiers: tuple[TierUsage, ...]) -> RenderableType:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import GIB, tier, usage_row
+from tests.cli.conftest import GIB, status, tier, usage_row
 from tierkv_cli.du import BY, aggregate, total
 
 ROWS = (
@@ -84,3 +84,25 @@ def test_json_has_bytes_and_whole_digests(tierkv, node):
     assert found["lines"][1]["fingerprint"] == "ab" * 32
     assert found["total"]["nvme_bytes"] == 13 * GIB
     assert found["total"]["unreachable_bytes"] == 10 * GIB
+
+
+def test_the_disk_is_measured_where_the_node_says_its_files_are(tierkv, node, tmp_path):
+    (tmp_path / "FORMAT").write_text("x")
+    (tmp_path / "somebody's").write_bytes(b"x" * 10_000)
+    node.statuses = [status(data_dir=str(tmp_path))]
+    found = tierkv("du", "--disk", "--json").json["disk"]
+    assert (found["descriptions"]["files"], found["foreign"]["apparent_bytes"]) == (1, 10_000)
+    assert found["total"]["files"] == 3  # the folder counts
+    out = tierkv("du", "--disk").out
+    assert "foreign" in out
+    assert "quarantine" not in out.split("on disk")[1]
+
+
+def test_without_files_or_a_way_to_them_there_is_nothing_to_measure(tierkv, node, tmp_path):
+    node.statuses = [status(data_dir="")]
+    assert tierkv("du", "--disk").code == 2
+    node.statuses = [status(data_dir=str(tmp_path / "elsewhere"))]
+    outcome = tierkv("du", "--disk")
+    assert outcome.code == 2
+    assert str(tmp_path / "elsewhere") in outcome.err
+    assert "disk" not in tierkv("du", "--json").json
