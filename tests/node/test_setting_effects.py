@@ -109,10 +109,16 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     ),
     "inline_users": (
         {"has_gateway": front},
-        "",
+        "e2e/test_tenants.py::test_a_user_that_was_not_named_gets_neither_a_session_nor_a_connection",
     ),
-    "inline_dir": ({"inline_dir": itself}, ""),
-    "inline_bytes": ({"inline_bytes": itself}, ""),
+    "inline_dir": (
+        {"inline_dir": itself},
+        "e2e/test_tenants.py::test_no_tenant_sees_or_harms_what_another_stored_in_any_tier",
+    ),
+    "inline_bytes": (
+        {"inline_bytes": itself},
+        "tests/gateway/test_service.py::test_what_a_user_holds_is_capped_over_all_of_its_sessions",
+    ),
     "metrics_port": (
         {"metrics_port": front},
         "e2e/test_cli.py::test_metrics_equal_what_was_done_and_stand_still_when_nothing_is",

@@ -439,5 +439,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    os.umask(0o077)  # ZeroMQ makes its socket with what the umask leaves
     sys.exit(main(sys.argv[1:]))
