@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.simulation import PAGE, Bench, Prompt
 from tierkv.core.grants import Lease, Refused, Waiting
 from tierkv.core.reasons import Reason
@@ -108,6 +110,27 @@ def test_the_time_after_which_a_lease_is_revoked_begins_when_it_is_granted() -> 
     assert (bench.state.num_leases, bench.state.counts.revoked_leases) == (0, 1)
     bench.fill_host()
     assert all(bench.generations[slot // PAGE] != was for slot, was in zip(*_slots(lease), strict=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("harm", "blocks"), [("lost", 0), ("damaged", 1)])
+def test_a_lease_is_what_all_its_ranks_could_read_and_says_why_it_is_not_more(
+    rank: int, harm: str, blocks: int
+) -> None:
+    bench = Bench(host_slots=4, ranks=2)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    bench.start()
+    name = (prompt.group, rank, prompt.key(0))
+    if harm == "lost":
+        bench.disk.lose(name)
+    else:
+        bench.disk.damage(name, 1)
+    lease = bench.load(prompt, ranks=(0, 1))
+    assert (lease.blocks, lease.reason) == (blocks, Reason.NOT_FOUND if harm == "lost" else Reason.CHECKSUM)
+    assert [len(part.offsets) for part in lease.parts] == [1] * 2 * blocks
+    bench.release(lease)
+    assert bench.match(prompt) == (blocks, blocks)
 
 
 def _slots(lease: Lease) -> tuple[list[int], list[int]]:

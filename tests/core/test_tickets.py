@@ -73,3 +73,27 @@ def test_a_grant_id_that_comes_again_for_another_store_gets_no_slots_of_the_firs
         assert again == Refused(Reason.GRANT_ENDED)
     bench.absorb(bench.state.abort(ticket.grant, bench.now))
     assert bench.host_used() == 0
+
+
+def test_the_end_of_the_one_who_asked_leaves_the_holder_its_slots_and_that_of_the_holder_frees_them() -> None:
+    bench = Bench(host_slots=2, nvme_bytes=0)
+    for session in (b"asker", b"holder"):
+        bench.state.open_session(session, bench.now)
+    prompt = bench.prompt(1, 2)
+    answer, effects = bench.state.reserve(
+        grant=b"ticket",
+        session=b"asker",
+        holder=b"holder",
+        group=prompt.group,
+        rank=0,
+        keys=prompt.keys,
+        first=0,
+        tokens=prompt.tokens_from(0),
+        now=bench.now,
+    )
+    bench.absorb(effects)
+    assert isinstance(answer, Reservation)
+    bench.absorb(bench.state.end_session(b"asker", bench.now))
+    assert (bench.state.num_tickets, bench.host_used()) == (1, 2)
+    bench.absorb(bench.state.end_session(b"holder", bench.now))
+    assert (bench.state.num_tickets, bench.host_used()) == (0, 0)

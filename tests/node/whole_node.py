@@ -104,7 +104,13 @@ class WholeNode:
         self.pump(self.is_quiet, "the worker has nothing left to do")
 
     def end(self) -> None:
-        require_quiet(self.kit)
+        """Nothing may be held or under way. Whatever comes of that, the worker's threads end."""
+        try:
+            require_quiet(self.kit)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         self.kit.mover.detach()
         self._thread.join(SECONDS)
         self.worker.close()
@@ -123,16 +129,12 @@ class WholeNode:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.settle()
-            self.end()
-        else:  # what failed is told; this only lets go of threads and memory
-            self.kit.mover.detach()
-            self._thread.join(SECONDS)
-            self.worker.close()
-            self._channel.close()
-            os.close(self._lock)
-            self.arena.close()
+        try:
+            if kind is None:
+                self.settle()
+                require_quiet(self.kit)
+        finally:
+            self._close()
 
     # ---- as an engine
 

@@ -411,6 +411,10 @@ def test_a_file_that_cannot_be_read_for_now_is_skipped_and_comes_back(
     assert set(start(directory).rows) == keys_of(samples)
 
 
+@pytest.mark.scenario(
+    "B059",
+    then="the start succeeds with what is there, and the one that is gone counts neither as damage nor as foreign",
+)
 def test_a_file_that_vanishes_between_listing_and_reading_is_no_error(
     directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
