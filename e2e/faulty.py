@@ -1,4 +1,4 @@
-"""Parts of a node that fail on purpose, for e2e.node_with."""
+"""Parts of a node that fail on purpose, for tierkv.torture.node_with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A storage worker whose recovery takes as long as a directory of a million files: it says how far it is, without end.
 
-For e2e.node_with (`worker=e2e.slow_start`).
+For tierkv.torture.node_with (`worker=e2e.slow_start`).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from e2e.chaos_bytes import BLOCK_TOKENS, KINDS, MAX_BLOCKS, keys_of, tokens_of
-from e2e.chaos_engine import Engine
 from e2e.harness import Node, StampedEngine
 from tierkv.core.keys import KEY_BYTES, pack_tokens, split_keys
+from tierkv.torture.engine import Engine
+from tierkv.torture.prompts import BLOCK_TOKENS, KINDS, MAX_BLOCKS, keys_of, tokens_of
 from tierkv.wire.frames import Malformed, decode_reply
 from tierkv.wire.messages import (
     MAX_FRAME_BYTES,
@@ -31,7 +31,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 ROUNDS = int(os.environ.get("CHAOS_MESSAGES", "3000"))
 ANSWER_SECONDS = 10.0
 
-AUDITED = ("front=e2e.chaos_front",)
+AUDITED = ("front=tierkv.torture.front",)
 """A front that proves the promises of its core again and again, and ends when one is broken."""
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "du": "Show what takes how much room.",
     "warmup": "Bring what was used last from NVMe to memory.",
     "verify": "Check every file on disk against its checksums.",
+    "torture": "Put a node of its own under every fault there is.",
     "fingerprint": "Print a model's fingerprint and its files.",
     "config": "Show the settings in force and where each came from.",
 }

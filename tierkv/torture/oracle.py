@@ -24,6 +24,8 @@ POISON = 0xA5
 UNFINISHED = b"half-written by "
 """How memory begins, every 32 bytes, whose writer has not finished; 16 bytes with the writer's number follow."""
 
+SOMEBODY = "a stream of somebody unknown"
+
 _PIECE_BYTES = 512
 _LONGEST_STREAM_BYTES = 2**20
 _FEW_BITS = 8
@@ -131,7 +133,7 @@ class Oracle:
         known = np.fromiter(self._owners, np.uint64, len(self._owners))
         hits = np.flatnonzero(np.isin(candidates, known))
         if not len(hits):
-            return "a stream of somebody unknown", None
+            return SOMEBODY, None
         word = int(hits[0])
         owner = self._owners[int(candidates[word])]
         return f"{owner} from byte {max(0, word * WORD_BYTES - offset)}", owner

@@ -1,7 +1,7 @@
 """A front that checks all promises of its core while it works, with barriers where it has decided and not yet said so.
 
-A broken promise ends it as the product's own front ends when its state can't be trusted, which a chaos run takes for
-the failure that it is.
+A broken promise ends it as the product's own front ends when its state can't be trusted, which a torture takes for
+the failure that it is. Run in the place of tierkv.node.front (see node_with).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from e2e.chaos_barriers import reach
 from tierkv.core.instructions import WriteDone
 from tierkv.core.state import CacheState
 from tierkv.node import front
+from tierkv.torture.barriers import reach
 
 AUDIT_SHARE = 20
 """One part in so many of the time goes into audits."""

@@ -1,9 +1,11 @@
-"""The engines of a chaos run as processes, and what they say."""
+"""Engines as processes, seen by whoever directs them."""
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -11,22 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from e2e.harness import environment
+from tierkv.torture.node import environment
 
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 180.0
+
+BLOCKING, ASYNCIO = "tierkv.torture.blocking_engine", "tierkv.torture.asyncio_engine"
 
 
 class EngineProcess:
-    """e2e.chaos_engine as a process. `take_events` gives what it has said by itself since the last time."""
+    """A process of one of the modules above. `take_events` gives what it has said by itself since the last time."""
 
-    def __init__(self, endpoint: Path, seed: int) -> None:
+    def __init__(self, module: str, endpoint: Path, number: int) -> None:
+        self.number = number
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "e2e.chaos_engine", str(endpoint), str(seed)],
+            [sys.executable, "-P", "-m", module, str(endpoint), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what it died of it says on stdout
             text=True,
             env=environment(),
+            start_new_session=True,  # Ctrl-C in a terminal is for whoever directs it
         )
         self.pid = self._process.pid
         self._replies: queue.Queue[Any] = queue.Queue()
@@ -72,7 +78,14 @@ class EngineProcess:
             self._owed -= 1
         return reply
 
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
     def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
         self._process.kill()
         self._process.wait()
         self._reader.join()

@@ -1,0 +1,37 @@
+"""`tierkv serve` with a part replaced, where a fault or a barrier is needed inside a node's processes.
+
+    python -m tierkv.torture.node_with [files=MODULE:ATTRIBUTE] [worker=MODULE] [front=MODULE] [parent=PID]
+        -- serve OPTIONS...
+
+files   makes the storage worker's Files (tierkv.workers.files)
+worker  is run in the place of tierkv.workers.storage, front in the place of tierkv.node.front
+parent  the node is killed when that process dies, which must be the one that started it
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+
+from tierkv.node import incarnation, worker_command
+from tierkv.workers.lifeline import end_with_parent
+from tierkv.workers.worker_config import WorkerConfig
+
+
+def main(arguments: list[str]) -> None:
+    split = arguments.index("--")
+    parts = dict(argument.split("=", 1) for argument in arguments[:split])
+    if "parent" in parts:
+        end_with_parent(int(parts["parent"]))
+    if "files" in parts:
+        vars(worker_command)["WorkerConfig"] = functools.partial(WorkerConfig, files=parts["files"])
+    worker_command.WORKER_MODULE = parts.get("worker", worker_command.WORKER_MODULE)
+    incarnation.FRONT_MODULE = parts.get("front", incarnation.FRONT_MODULE)
+    # The command line lies above this layer, which starts it as anybody does: by its name.
+    sys.argv = ["tierkv", *arguments[split + 1 :]]
+    runpy.run_module("tierkv_cli.main", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,186 @@
+"""What a torture does, and in which order: everything follows from the seed.
+
+Rounds under each of the conditions follow one another, over and over, each with a node and a data directory of its own.
+What a round does is the next part of a list that holds all scenarios of its conditions in an order of the seed's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierkv.torture.breaking import INDEX_FAULTS
+from tierkv.torture.kills import (
+    anytime,
+    commit_answered_to_nobody,
+    commit_not_read,
+    inside_a_lease,
+    stopped_and_started,
+    ticket_not_committed,
+    while_copying,
+    while_promoting,
+    while_recovering,
+    while_scrubbing,
+    while_stopping,
+    while_storing,
+    while_warming_up,
+)
+from tierkv.torture.scenarios import Scenario, scenarios
+from tierkv.torture.troubles import (
+    broken_index,
+    calm,
+    flipped_bits,
+    full_disk,
+    pause,
+    pause_engine,
+    sick_disk,
+)
+
+FIRST_STEPS, MOST_STEPS = 8, 64
+"""Of a round: at first so many, so that a short run sees all conditions, and more each time around, so that in a long
+one processes live long enough for leaks to show."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """`error_part`: of the operations on extents so many fail. `evicts`: what was flushed may be gone, but never
+    wrong."""
+
+    name: str
+    scenarios: tuple[Scenario, ...]
+    nvme_bytes: str = "384MiB"
+    error_part: float = 0.0
+    evicts: bool = False
+
+
+PAUSES = (
+    *scenarios(pause, front="nobody", storage="nobody", supervisor="nobody"),
+    *scenarios(pause_engine, engine="nobody"),
+)
+
+ROOMY = Conditions(
+    "roomy",
+    (
+        *scenarios(anytime, anytime="front front front storage storage storage supervisor supervisor supervisor"),
+        *scenarios(anytime, anytime="engine engine engine engine"),
+        *scenarios(
+            while_storing,
+            temp_written="storage front supervisor",
+            before_rename="storage front supervisor",
+            renamed="storage front supervisor",
+            before_index="storage",
+            indexed="front",
+            before_flush="storage supervisor",
+            flushed="storage front",
+            before_commit="front",
+            committed="front supervisor",
+            before_report="front",
+            reported="front supervisor",
+        ),
+        *scenarios(while_promoting, read_half="storage front supervisor", read_done="storage front"),
+        *scenarios(while_recovering, recovering="storage supervisor"),
+        *scenarios(while_scrubbing, scrubbing="storage front"),
+        *scenarios(while_warming_up, read_done="storage"),
+        *scenarios(while_stopping, temp_written="supervisor storage front"),
+        *scenarios(stopped_and_started, stopped="nobody"),
+        *scenarios(commit_answered_to_nobody, before_commit="engine", committed="engine"),
+        *scenarios(ticket_not_committed, reserved="engine"),
+        *scenarios(commit_not_read, commit_sent="engine front"),
+        *scenarios(inside_a_lease, leased="engine"),
+        *scenarios(while_copying, copying="engine front front"),
+    ),
+)
+"""NVMe has room for all: what was flushed must be there."""
+
+_OF_EVICTIONS = (
+    *scenarios(anytime, anytime="front storage supervisor"),
+    *scenarios(while_storing, before_remove="storage front", removed="storage supervisor", renamed="storage"),
+    *scenarios(while_promoting, read_half="storage"),
+    *scenarios(while_copying, copying="front"),
+)
+
+CRAMPED = Conditions("cramped", _OF_EVICTIONS, nvme_bytes="6MiB", evicts=True)
+"""Extents are evicted and files removed all the time."""
+
+FAILING = Conditions(
+    "failing",
+    (
+        *scenarios(anytime, anytime="front storage supervisor engine"),
+        *scenarios(while_storing, renamed="storage", flushed="front", before_remove="supervisor"),
+        *scenarios(while_promoting, read_half="storage front"),
+        *scenarios(while_copying, copying="front"),
+    ),
+    error_part=0.02,
+)
+"""The disk fails now and then."""
+
+WORST = Conditions("worst", _OF_EVICTIONS, nvme_bytes="6MiB", error_part=0.02, evicts=True)
+"""Both."""
+
+DAMAGED = Conditions(
+    "damaged",
+    (
+        *(Scenario("nobody", how, broken_index) for how in INDEX_FAULTS),
+        *scenarios(flipped_bits, stopped="nobody nobody", running="nobody"),
+        *scenarios(stopped_and_started, stopped="nobody"),
+    ),
+)
+"""Files are damaged behind the node's back."""
+
+STEADY = Conditions(
+    "steady",
+    (
+        *PAUSES,
+        *PAUSES,
+        *scenarios(full_disk, ENOSPC="nobody", EDQUOT="nobody"),
+        *scenarios(sick_disk, EIO="nobody", EROFS="nobody"),
+        *scenarios(anytime, anytime="engine engine engine engine"),
+        *scenarios(commit_answered_to_nobody, before_commit="engine"),
+        *scenarios(ticket_not_committed, reserved="engine"),
+        *scenarios(inside_a_lease, leased="engine"),
+        *scenarios(calm, calm="nobody nobody nobody nobody"),
+    ),
+)
+"""No process of the node is killed, so that what grows shows."""
+
+ALL_CONDITIONS = (ROOMY, CRAMPED, FAILING, WORST, DAMAGED, STEADY)
+
+
+@dataclass(frozen=True)
+class PlannedRound:
+    conditions: Conditions
+    seed: int
+    steps: tuple[Scenario, ...]
+
+
+def make_plan(seed: int) -> Iterator[PlannedRound]:
+    """Without an end."""
+    rng = random.Random(seed)
+    steps = {conditions.name: _steps(conditions, rng.getrandbits(32)) for conditions in ALL_CONDITIONS}
+    for turn in itertools.count(1):
+        for conditions in rng.sample(ALL_CONDITIONS, len(ALL_CONDITIONS)):
+            some = tuple(itertools.islice(steps[conditions.name], min(FIRST_STEPS * turn, MOST_STEPS)))
+            yield PlannedRound(conditions, rng.getrandbits(32), some)
+
+
+def each_once(conditions: Conditions, seed: int) -> PlannedRound:
+    """A round of all that is done under these conditions."""
+    return PlannedRound(conditions, seed, tuple(itertools.islice(_steps(conditions, seed), len(conditions.scenarios))))
+
+
+def _steps(conditions: Conditions, seed: int) -> Iterator[Scenario]:
+    """All scenarios in an order of the seed's, over and over. Kills of the supervisor are spread evenly: with each the
+    node forgets how often its children have died, and so how long it waits to restart them."""
+    rng = random.Random(seed)
+    while True:
+        starts = [one for one in conditions.scenarios if one.victim == "supervisor"]
+        others = [one for one in conditions.scenarios if one.victim != "supervisor"]
+        rng.shuffle(starts)
+        rng.shuffle(others)
+        share = -(-len(others) // max(1, len(starts)))
+        while others or starts:
+            yield from others[:share]
+            yield from starts[:1]
+            del others[:share], starts[:1]

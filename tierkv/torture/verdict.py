@@ -1,0 +1,80 @@
+"""What came of a torture: counts, and findings, of which there must be none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+LEAKS = ("descriptors", "memory", "slots", "temp files", "processes", "sockets")
+
+
+class Found(AssertionError):
+    """A promise is broken. It is in the verdict already; whoever directs stops here, to keep the evidence as it is."""
+
+
+@dataclass
+class Verdict:
+    """`operations` by kind; `kills` by victim, of which `held` found it at a barrier or between two steps; `episodes`
+    are faults without a kill. Of the prefixes that were reported flushed, `absent` were evicted since, or damaged, on
+    purpose. Findings say in words what, whose and where; `broken` are promises that have no line of their own."""
+
+    seed: int
+    operations: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    episodes: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[str] = field(default_factory=Counter)
+    held: int = 0
+    flushed: int = 0
+    absent: int = 0
+    verified: int = 0
+    slowest_return: tuple[float, str] = (0.0, "")
+    seconds: float = 0.0
+    interrupted: bool = False
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    leaks: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in LEAKS})
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[str]:
+        leaks = [f"leak of {name}: {what}" for name, several in self.leaks.items() for what in several]
+        return [
+            *(f"wrong: {what}" for what in self.wrong),
+            *(f"lost: {what}" for what in self.lost),
+            *leaks,
+            *(f"broken: {what}" for what in self.broken),
+        ]
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was found, and it came to its end."""
+        return not self.findings and not self.interrupted
+
+    def find_leak(self, name: str, what: str) -> None:
+        self.leaks[name].append(what)
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        seconds, whom = self.slowest_return
+        return {
+            "clean": self.is_clean,
+            "interrupted": self.interrupted,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "rounds": dict(self.rounds),
+            "operations": dict(self.operations),
+            "kills": dict(self.kills),
+            "kills_held": self.held,
+            "episodes": dict(self.episodes),
+            "prefixes_flushed": self.flushed,
+            "prefixes_evicted_or_damaged": self.absent,
+            "blocks_verified": self.verified,
+            "slowest_return_seconds": round(seconds, 2),
+            "slowest_return": whom,
+            "wrong": len(self.wrong),
+            "lost": len(self.lost),
+            "leaks": {name: len(several) for name, several in self.leaks.items()},
+            "broken": len(self.broken),
+            "findings": self.findings,
+        }
