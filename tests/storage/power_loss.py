@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,13 @@ class GivenUp:
     """From here on the file may be absent, or damaged by somebody else."""
 
     sample: Sample
+
+
+@dataclass(frozen=True)
+class Found:
+    """Recovered is about to be sent: what was told before it counts as flushed."""
+
+    names: tuple[ExtentName, ...]
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,10 @@ class Life:
             desk.stop()
 
     def _second_run(self) -> None:
-        """Starts with what a writer that was killed has left in tmp/."""
+        """Starts with what a writer that was killed has left: in tmp/, and files whose folders were not flushed."""
+        with DataDirectory.open(self.root) as directory:
+            for number in (21, 22):
+                self.sample(1_000 * number).write(directory)
         fd = os.open(self.root / "tmp" / "99-0123abcd-0.tmp", os.O_WRONLY | os.O_CREAT, 0o600)
         os.pwrite(fd, bytes(6000), 0)
         os.close(fd)
@@ -220,10 +231,17 @@ class Life:
     def _watched(self) -> Iterator[None]:
         send, apply = BlockingChannel.send, Catalog.apply
 
+        told: list[ExtentName] = []
+
         def noting_send(channel: Any, messages: Sequence[Any], **kwargs: Any) -> None:
             for message in messages:
-                if isinstance(message, WriteDone):
-                    self.recorder.note(Flushed(self._ops[message.op][1]))
+                match message:
+                    case WriteDone(op=op):
+                        self.recorder.note(Flushed(self._ops[op][1]))
+                    case Rows(fingerprint, group, rank, rows):
+                        told.extend(ExtentName(fingerprint, group, rank, row.key) for row in rows)
+                    case Recovered():
+                        self.recorder.note(Found(tuple(told)))
             send(channel, messages, **kwargs)
 
         def noting_apply(catalog: Catalog, changes: Sequence[Change]) -> Applied | IndexFailed:
@@ -270,6 +288,8 @@ class Promises:
                     self.kept[sample.name] = sample.num_blocks
                 case GivenUp(sample):
                     self.kept.pop(sample.name, None)
+                case Found(names):
+                    self.kept |= {name: max(1, self.kept.get(name, 0)) for name in names}
                 case IndexAge():
                     self.ages.append(note)
 
@@ -375,6 +395,23 @@ def check_state(root: Path, state: CrashState, samples: Sequence[Sample], source
     if not second.recovered.index_rebuilt:
         assert second.recovered.headers_read == 0
     return index
+
+
+def check_crash_in_recovery(disk: Path, fresh: Path, state: CrashState, samples: Sequence[Sample], *, seed: int) -> int:
+    """The power goes again while the start after a power loss is at work. How many states that may leave."""
+    state.build(disk)
+    promises = Promises(samples, state.notes)
+    with CrashRecorder(disk) as recorder:
+        Aftermath.of(disk / "data", promises)
+    count = 0
+    for again in recorder.states(per_point=1, seed=seed):
+        again.notes = state.notes
+        root = fresh / f"again-{count}"
+        root.mkdir()
+        check_state(root, again, samples, random.Random(seed + count))
+        shutil.rmtree(root)
+        count += 1
+    return count
 
 
 def _check_torn_are_in_quarantine(

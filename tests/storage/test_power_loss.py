@@ -1,6 +1,6 @@
 """Whatever a power loss leaves, the next start succeeds, nothing wrong is read, and nothing that was flushed is lost.
 
-TIERKV_CRASH_STATES is how many states are tried at each crash point (default 3), TIERKV_CRASH_SEED chooses others.
+TIERKV_CRASH_STATES is how many states are tried at each crash point (default 2), TIERKV_CRASH_SEED chooses others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.storage.power_loss import Life, check_state
+from tests.storage.power_loss import Life, check_crash_in_recovery, check_state
 from tierkv.storage import transfer
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.temp_file import TempFile
 
-STATES_PER_POINT = int(os.environ.get("TIERKV_CRASH_STATES", "3"))
+STATES_PER_POINT = int(os.environ.get("TIERKV_CRASH_STATES", "2"))
 SEED = int(os.environ.get("TIERKV_CRASH_SEED", "1"))
 
 
@@ -67,6 +67,21 @@ def test_every_state_after_a_power_loss_is_started_on_and_keeps_what_was_flushed
     assert indexes.total() >= MIN_STATES
     assert min(indexes.values()) >= 5
     assert set(indexes) == {"absent", "aged", "torn", "cut", "garbage"}
+
+
+def test_the_power_may_go_again_during_the_start_after_a_power_loss(tmp_path: Path, fresh: Path) -> None:
+    (tmp_path / "life").mkdir()
+    life = Life(tmp_path / "life")
+    life.run()
+    states = list(life.recorder.states(per_point=STATES_PER_POINT, seed=SEED))
+    chosen = random.Random(SEED).sample(states[len(states) // 3 :], 2 * STATES_PER_POINT)
+    count = 0
+    for number, state in enumerate(chosen):
+        disk = fresh / str(number)
+        disk.mkdir()
+        count += check_crash_in_recovery(disk, fresh, state, life.samples, seed=SEED)
+        shutil.rmtree(disk)
+    assert count >= 4 * len(chosen)
 
 
 @pytest.mark.scenario(
