@@ -300,6 +300,7 @@ def test_what_is_used_and_hit_is_known_from_the_index_whatever_becomes_of_the_fi
         assert rows[unused.name.key].last_used < 1_700_000_123.0
 
 
+@pytest.mark.scenario("B247", then="times in the future are taken for now when a directory is read")
 def test_times_in_the_future_are_taken_for_now(directory: DataDirectory) -> None:
     (sample,) = fill(directory, 1)
     os.utime(path_of(directory, sample.name), (4e9, 4e9))
