@@ -180,6 +180,7 @@ def test_the_arena_stays_unseen(folder: Path) -> None:
     async def program(desk: Desk) -> None:
         tenant = desk.tenant(desk.user(1))
         await tenant.open()
+        await tenant.reserve([1, 2, 3, 4], os.urandom(16))  # the slots below the next ones
         ticket = await tenant.reserve(TOKENS, GRANT)
         offsets = [int.from_bytes(ticket.offsets[i : i + 8], "little") for i in range(0, len(ticket.offsets), 8)]
         assert offsets == [0, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES]
