@@ -399,3 +399,14 @@ def test_the_room_it_takes_is_known(folder: int, tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"x" * 50_000)
     with opened(folder) as catalog:
         assert catalog.file_bytes() >= 50_000 + 2 * 4096
+
+
+def test_the_bytes_behind_a_prefix_are_told_without_the_rows(folder: int) -> None:
+    other = Namespace("ab" * 32, b"h" * 32, 1)
+    with opened(folder) as catalog:
+        catalog.apply([*(put(number) for number in range(40)), put(1, other)])
+        assert catalog.next_bytes(HOME.pack()) == sorted({key_of(number)[0] for number in range(40)})
+        assert catalog.next_bytes(other.pack()) == [key_of(1)[0]]
+        assert catalog.next_bytes(b"\xff" * 66) == []
+        catalog.apply([PutRow(HOME.pack() + bytes([255]) * 32, value_of(1)), PutRow(HOME.pack(), value_of(2))])
+        assert catalog.next_bytes(HOME.pack())[-1] == 255

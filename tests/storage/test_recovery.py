@@ -13,7 +13,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.faults.system_calls import Fault
+from tests.faults.system_calls import Fault, inject
 from tests.storage.samples import FINGERPRINT, Sample, path_of
 from tierkv.core.instructions import (
     ExtentRow,
@@ -390,6 +390,17 @@ def test_a_folder_that_cannot_be_listed_costs_its_files_for_now_and_not_their_ro
     again = start(directory)
     assert again.rows == before.rows
     assert again.recovered.headers_read == 0
+
+
+@pytest.mark.parametrize("nth", range(8))
+def test_no_row_is_dropped_for_want_of_a_listing(directory: DataDirectory, nth: int) -> None:
+    samples = fill(directory, 3)
+    before = start(directory)
+    with inject(errno.EIO, "scandir", nth=nth):
+        start(directory)
+    again = start(directory)
+    assert again.rows == before.rows
+    assert (again.recovered.index_rows, again.recovered.headers_read) == (len(samples), 0)
 
 
 def test_a_file_that_cannot_be_read_for_now_is_skipped_and_comes_back(

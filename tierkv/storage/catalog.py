@@ -226,6 +226,20 @@ class Catalog:
                     return
                 yield name, decode_row(name, value)
 
+    def next_bytes(self, prefix: bytes) -> list[int] | IndexFailed:
+        """The bytes that follow `prefix` in the names of rows, ascending: what there is to `read`."""
+        return self._attempt(lambda env: list(self._skip_through_bytes(env, prefix)))
+
+    def _skip_through_bytes(self, env: lmdb.Environment, prefix: bytes) -> Iterator[int]:
+        with env.begin(db=self._rows) as transaction, transaction.cursor() as cursor:
+            number = 0
+            while number < 256 and cursor.set_range(prefix + bytes([number])):
+                name = cursor.key()
+                if not name.startswith(prefix):
+                    return
+                yield name[len(prefix)]
+                number = name[len(prefix)] + 1
+
     def namespaces(self) -> list[Namespace] | IndexFailed:
         """Those that have rows, found by skipping from one to the next."""
         return self._attempt(lambda env: list(self._skip_through(env)))

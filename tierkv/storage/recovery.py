@@ -202,8 +202,13 @@ class _Recovery:
 
     def _walk_namespace(self, namespace: Namespace, pool: HeaderPool) -> None:
         prefix = namespace.pack()
+        unreadable = self._strays.unreadable
         shelves = set(find_shelves(self._directory, namespace, self._strays))
-        for number in range(256):
+        if self._strays.unreadable > unreadable:
+            return  # the files may well be there: what the index knows of them is kept
+        indexed = self._catalog.next_bytes(prefix)
+        numbers = {int(shelf, 16) for shelf in shelves} | set(() if isinstance(indexed, IndexFailed) else indexed)
+        for number in sorted(numbers):
             shelf = f"{number:02x}"
             rows = self._catalog.read(prefix + bytes([number]))
             known = {} if isinstance(rows, IndexFailed) else rows
