@@ -4,8 +4,8 @@ put on the path for these tests only."""
 import sys
 from pathlib import Path
 
-from tests.conftest import ledger, own_surroundings, runtime_dir
+from tests.conftest import cores, ledger, own_surroundings, runtime_dir
 
-__all__ = ["ledger", "own_surroundings", "runtime_dir"]
+__all__ = ["cores", "ledger", "own_surroundings", "runtime_dir"]
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ledger import Holdings, left_over
+from tests.ledger import Cores, Holdings, left_over
 
 SCRIPT_VARIABLES = ("TIERKV_VENV", "TIERKV_PYTHON", "TIERKV_EXTRA_INDEX_URL", "TIERKV_CACHE")
 """What scripts/ are told by; the product does not look at them."""
@@ -36,8 +36,15 @@ def own_surroundings(runtime_dir: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def cores(own_surroundings: None) -> Iterator[Cores]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Cores(patch)
+
+
 @pytest.fixture(autouse=True)
-def ledger(runtime_dir: Path, own_surroundings: None) -> Iterator[None]:
+def ledger(runtime_dir: Path, own_surroundings: None, cores: Cores) -> Iterator[None]:
     before = Holdings.now(runtime_dir)
     yield
+    assert cores.unbalanced() == [], "a core holds something for nobody"
     assert left_over(before, runtime_dir) == [], "the test left something behind"

@@ -2,6 +2,8 @@
 
 Threads, child processes (zombies included), open descriptors, and sockets in the runtime directory. What is still
 winding down when a test returns gets a few seconds to end; what is only held by a reference cycle is collected first.
+
+Cores that a test has made have books of their own (`Cores`): when all engines have ended, nothing is held any more.
 """
 
 from __future__ import annotations
@@ -11,11 +13,16 @@ import multiprocessing.resource_tracker
 import os
 import threading
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
+
+from tierkv.core.state import CacheState
 
 SETTLE_SECONDS = 5.0
 
@@ -107,3 +114,35 @@ def _descriptors() -> Counter[str]:
 
 def _sockets(runtime_dir: Path) -> list[Path]:
     return [path for path in runtime_dir.rglob("*") if path.is_socket()]
+
+
+class Cores:
+    """The last few cores that were made, as long as somebody has them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._made: deque[weakref.ref[CacheState]] = deque(maxlen=8)
+        real = CacheState.__init__
+
+        def init(state: CacheState, *args: Any, **kwargs: Any) -> None:
+            real(state, *args, **kwargs)
+            self._made.append(weakref.ref(state))
+
+        patch.setattr(CacheState, "__init__", init)
+
+    def unbalanced(self) -> list[str]:
+        """In words, what a core holds for nobody. Ends every session first: what their processes held must go."""
+        states = [state for made in self._made if (state := made()) is not None]
+        self._made.clear()
+        return [words for state in states for words in _close_books(state)]
+
+
+def _close_books(state: CacheState) -> list[str]:
+    state.check()
+    ledger = state._ledger
+    for session in list(ledger.sessions):
+        state.end_session(session, now=0.0)
+    state.check()
+    found = {"leases": state.num_leases, "tickets": state.num_tickets, "keys being written": len(ledger.writing)}
+    for extent in ledger.tree:
+        found[f"holds of {extent!r}"] = sum(isinstance(who, bytes) for who in extent.holds)
+    return [f"{count} {what}" for what, count in found.items() if count]

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests import ledger
-from tests.ledger import Holdings, left_over
+from tests.core.simulation import Bench
+from tests.ledger import Cores, Holdings, left_over
+from tierkv.errors import BrokenInvariant
 
 
 @pytest.fixture
@@ -73,3 +75,20 @@ def test_what_is_ending_gets_time_to_end(runtime_dir: Path):
     thread = threading.Timer(0.05, lambda: None)
     thread.start()
     assert left_over(before, runtime_dir) == []
+
+
+def test_a_core_whose_books_do_not_balance_is_found(cores: Cores) -> None:
+    bench = Bench(host_slots=2, nvme_bytes=0)
+    bench.reserve(bench.prompt(1))
+    bench.state._ledger.sessions.clear()  # a session was forgotten, and its ticket was not
+    with pytest.raises(BrokenInvariant, match="no living holder"):
+        cores.unbalanced()
+
+
+def test_what_open_sessions_hold_is_no_fault_of_the_core(cores: Cores) -> None:
+    bench = Bench(host_slots=2, nvme_bytes=0)
+    bench.store(bench.prompt(1))
+    bench.reserve(bench.prompt(2))
+    bench.load(bench.prompt(1))
+    assert cores.unbalanced() == []
+    assert (bench.state.num_tickets, bench.state.num_leases) == (0, 0)
