@@ -17,13 +17,14 @@ import pytest
 
 from tierkv.node import sessions as sessions_module
 from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only
-from tierkv.node.sessions import Asked, Ended, Event, HungUp, Memory, Sessions
+from tierkv.node.sessions import Asked, Ended, Event, HungUp, Memory, Session, Sessions
 from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions
 from tierkv.wire.messages import PROTOCOL_VERSION
 from tierkv.wire.session import (
     AnySessionMessage,
     Detach,
     IncarnationEnded,
+    InlineGrant,
     SessionGrant,
     SessionHello,
     SessionMessage,
@@ -432,3 +433,55 @@ def test_a_grant_that_finds_nobody_ends_with_the_socket(served: Served, how: int
         assert served.sessions.count(INCARNATION) == 0, "nobody has the memory"
     assert served.until(Ended).session.pid == os.getpid()
     assert served.sessions.num_sessions == 0
+
+
+# ---- sessions without memory, of tenants that are not trusted
+
+
+def grant_inline(served: Served, client: socket.socket) -> Session:
+    say(client, hello())
+    asked = served.until(Asked, grants=False)
+    assert asked.knock.uid == os.geteuid()
+    answer = InlineGrant(
+        token=served.sessions.new_token(), incarnation=INCARNATION, endpoint="ipc://y", tenant="inline:1:"
+    )
+    return served.sessions.grant_inline(asked.knock, answer)
+
+
+def test_an_inline_session_gets_no_memory_whatever_its_hello_says_and_ends_with_its_socket(served: Served) -> None:
+    with served.connect() as client:
+        session = grant_inline(served, client)
+        grant, descriptors = hear(client)
+        assert isinstance(grant, InlineGrant)
+        assert (grant.token, descriptors, session.uid) == (session.token, [], os.geteuid())
+        assert served.sessions.count(INCARNATION) == 0
+    assert served.until(Ended).session is session
+    assert served.sessions.num_sessions == 0
+
+
+def test_an_inline_session_that_is_ended_here_hears_of_it(served: Served) -> None:
+    with served.connect() as client:
+        session = grant_inline(served, client)
+        hear(client)
+        served.sessions.end(session)
+        assert client.recv(1) == b""
+        served.sessions.end(session)  # twice is fine
+    assert served.is_quiet()
+
+
+def test_where_many_users_are_served_the_silence_of_one_does_not_crowd_out_another(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_KNOCKS", 4)
+    monkeypatch.setattr(sessions_module, "KNOCKS_A_USER", 2)
+    monkeypatch.setattr(served.sessions, "_users", frozenset({os.geteuid(), 4242}))
+    with served.connect() as honest:
+        served.sessions.poll()
+        next(iter(served.sessions._watched.knocks.values())).uid = 4242  # as if another user had connected
+        silent = [served.connect() for _ in range(5)]
+        served.sessions.poll()
+        assert sorted(knock.uid for knock in served.sessions._watched.knocks.values()) == [os.geteuid()] * 2 + [4242]
+        for sock in silent:
+            sock.close()
+        say(honest, hello())
+        assert served.until(Asked).knock.uid == 4242
