@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,38 @@ def test_a_full_disk_is_no_reason_to_refuse_a_data_directory(tmp_path: Path, mon
     DataDirectory.open(tmp_path).close()
     monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     DataDirectory.open(tmp_path).close()
+
+
+@pytest.mark.scenario(
+    "B148",
+    then="a direct path that does not come back is noticed at the start, said once, and gone round by the buffered one",
+)
+def test_a_direct_write_that_does_not_come_back_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    comes_back = threading.Event()
+    real = os.pwrite
+
+    def stuck(fd: int, *arguments: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            comes_back.wait(20.0)
+        return real(fd, *arguments)
+
+    monkeypatch.setattr(os, "pwrite", stuck)
+    monkeypatch.setattr(module, "PROBE_SECONDS", 0.05)
+    with DataDirectory.open(tmp_path) as directory:
+        assert not directory.direct_io
+        assert "took more than 0.05 s" in directory.direct_problem
+        name, fd = directory.create_temp(direct=True)
+        assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        os.close(fd)
+        directory.remove_temp(name)
+        comes_back.set()
+    assert len([record for record in caplog.records if "O_DIRECT" in record.message]) == 1
+    monkeypatch.undo()
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.direct_problem == ""
+        assert directory.clear_temp().files == 1, "what the stuck writer left"
 
 
 def test_a_full_disk_is_a_reason_to_refuse_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,8 @@ class TierHealth(Report, frozen=True, tag=True):
     in words. `readable` false: a read has not come back for long, so that no others are to be sent after it;
     `read_problem` is why files can't be read, where they can't. `index_problem`: the index is not written, which costs
     time at the next start and nothing else. `spare_inodes`: how many more files the file system takes before its
-    reserve of inodes is touched, None where it counts none."""
+    reserve of inodes is touched, None where it counts none. `direct_problem`: direct transfers do not come back, so
+    that all are buffered."""
 
     writable: bool
     overhead_bytes: int
@@ -306,6 +307,7 @@ class TierHealth(Report, frozen=True, tag=True):
     read_problem: str = ""
     index_problem: str = ""
     spare_inodes: int | None = None
+    direct_problem: str = ""
 
 
 class Alive(Report, frozen=True, tag=True):

@@ -191,6 +191,8 @@ class Survey:
         """What an operator may want to change; nothing is wrong with the node."""
         if self._node.nvme_shortage:
             yield self._node.nvme_shortage
+        if self._worker.health is not None and self._worker.health.direct_problem:
+            yield f"files are transferred without O_DIRECT: {self._worker.health.direct_problem}"
 
     def _found(self) -> dict[str, int]:
         """What the last start found in the data directory that it did not take, where there was any."""

@@ -24,7 +24,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ __all__ = ["DataDirectory", "Space", "Cleared", "PAGE_BYTES", "FOLDERS", "FORMAT
 
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
 FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS)
+PROBE_SECONDS = 10.0
 DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")  # how file systems say that they don't take O_DIRECT
 
 _TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{8}-[0-9]+\.tmp")
@@ -78,6 +79,7 @@ class DataDirectory:
         self.store_id = store_id
         self._root_fd = root_fd
         self._direct_io = direct_io
+        self.direct_problem = ""  # why it is off though the file system takes it
         self._token = secrets.token_hex(4)  # a pid comes back after a reboot; this does not
         self._temp_numbers = itertools.count()
         self._lock = threading.Lock()
@@ -376,19 +378,24 @@ class DataDirectory:
                 )
 
     def _prove_writable(self) -> None:
-        """Write one page as an extent is written. A full disk is no reason to refuse: hits are still served."""
+        """Write one page as an extent is written, directly if that comes back. A full disk is no reason to refuse: hits
+        are still served."""
         try:
             name, fd = self.create_temp(direct=True)
         except StorageError as error:
             if error.reason != Reason.DISK_FULL:
                 raise
             return
-        try:
-            with mmap.mmap(-1, PAGE_BYTES) as page:
-                self._write_page(fd, page)
-        finally:
-            os.close(fd)
-            self.remove_temp(name)
+        probe = _Probe(lambda page: self._write_page(fd, page), lambda: os.close(fd))
+        if not probe.run(beside=self._direct_io):
+            # The descriptor and its file are that thread's now; the next start clears them away.
+            self.direct_problem = f"a direct write of one page took more than {PROBE_SECONDS:g} s"
+            self.refuse_direct(self.direct_problem)
+            self._prove_writable()
+            return
+        os.close(fd)
+        self.remove_temp(name)
+        probe.raise_failure()
 
     def _write_page(self, fd: int, page: mmap.mmap) -> None:
         try:
@@ -398,6 +405,45 @@ class DataDirectory:
                 self.refuse_direct("pwrite")
             elif error.reason != Reason.DISK_FULL:
                 raise
+
+
+class _Probe:
+    """A write of one page that may never come back. On some file systems no direct one ever has, and whoever waits for
+    it waits for ever: so a thread of its own does, and calls `clear` if it comes back when nobody waits any more."""
+
+    def __init__(self, write: Callable[[mmap.mmap], None], clear: Callable[[], None]) -> None:
+        self._write = write
+        self._clear = clear
+        self._changed = threading.Condition()
+        self._has_ended = False
+        self._is_late = False
+        self._failure: BaseException | None = None
+
+    def run(self, *, beside: bool) -> bool:
+        """False: `beside` this thread it did not come back in time. In this thread there is no telling."""
+        if not beside:
+            self._run()
+            return True
+        threading.Thread(target=self._run, name="tierkv direct probe", daemon=True).start()
+        with self._changed:
+            self._is_late = not self._changed.wait_for(lambda: self._has_ended, PROBE_SECONDS)
+            return not self._is_late
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            try:
+                self._write(page)
+            except BaseException as failure:  # noqa: BLE001 - whatever it is, it is raised where the write was asked for
+                self._failure = failure
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify()
+            if self._is_late:
+                self._clear()
 
 
 def _remove_if_abandoned(folder_fd: int, name: str) -> bool:

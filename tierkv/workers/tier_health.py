@@ -149,6 +149,7 @@ class HealthWatch:
             quarantined_bytes=usage.num_bytes,
             index_bytes=index_bytes,
             spare_inodes=_spare_inodes(space),
+            direct_problem=self._directory.direct_problem,
         )
 
     def _look_at_room(self) -> Space:
