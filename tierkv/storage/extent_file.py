@@ -79,7 +79,8 @@ class ReadOutcome:
 
     Fewer than asked: `reason` and `problem` say why. `damaged`: the file is not what it should be and is to be set
     aside; otherwise it stays (a passing error, a newer format, nothing of ours under that name). `failure` is there
-    when a call failed, for counting. `tokens` and `extras` are the header's, of the whole file; empty without a header.
+    when a call failed, for counting, also where a second try went better. `tokens` and `extras` are the header's, of
+    the whole file; empty without a header.
     """
 
     valid: int
@@ -254,15 +255,18 @@ def read_blocks(
             wanted = _digests(header, read.first, len(slots))
             payload = BlockFile(directory, fd, start)
             valid, problem = transfer.read_blocks(payload, [[slot] for slot in slots], wanted, directory.hashers)
+            overcome = Failure.of(payload.overcome) if payload.overcome is not None else None
     except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
         return _outcome(0, error, None)
-    return _outcome(valid, problem, header)
+    return _outcome(valid, problem, header, overcome)
 
 
-def _outcome(valid: int, problem: Deviation | None, header: Header | None) -> ReadOutcome:
+def _outcome(
+    valid: int, problem: Deviation | None, header: Header | None, overcome: Failure | None = None
+) -> ReadOutcome:
     tokens, extras = (header.tokens, header.extras) if header is not None else (b"", {})
     if problem is None:
-        return ReadOutcome(valid, tokens=tokens, extras=extras)
+        return ReadOutcome(valid, failure=overcome, tokens=tokens, extras=extras)
     told = _tell(problem)
     return ReadOutcome(valid, told.reason, told.problem, told.damaged, told.failure, tokens, extras)
 

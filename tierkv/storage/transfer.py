@@ -84,6 +84,7 @@ class BlockFile:
         self._fd = fd
         self.offset = offset
         self._direct = directory.use_direct(fd)
+        self.overcome: StorageError | None = None  # a failure that a second try got over, still to be counted
 
     def write(self, views: list[memoryview]) -> None:
         """Raises StorageError."""
@@ -168,7 +169,8 @@ def _read_piece(file: BlockFile, piece: Piece) -> tuple[Piece, StorageError | Da
     start = file.offset
     try:
         file.read([chunk.view for chunk in piece])
-    except (StorageError, DamagedFile):
+    except (StorageError, DamagedFile) as error:
+        file.overcome = error if isinstance(error, StorageError) else None
         file.offset = start
         for index, chunk in enumerate(piece):
             try:

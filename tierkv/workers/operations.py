@@ -189,7 +189,7 @@ class Operations:
         started = time.monotonic()
         name = ExtentName.of(read)
         outcome = self._files.read(self._directory, self._arena, read, self._identity_for(read))
-        self._note_reading(outcome)
+        self._note_reading(name, outcome)
         return ReadDone(
             op=read.op,
             valid=outcome.valid,
@@ -200,16 +200,16 @@ class Operations:
             extras=outcome.extras,
         )
 
-    def _note_reading(self, outcome: ReadOutcome) -> None:
+    def _note_reading(self, name: ExtentName, outcome: ReadOutcome) -> None:
         if outcome.failure is None:
             self._gate.read_succeeded()
-        elif outcome.reason == Reason.NOT_FOUND:
+        elif outcome.reason in (None, Reason.NOT_FOUND):
             self._gate.count(outcome.failure)
         else:
-            self._gate.read_failed(outcome.failure)
+            self._gate.read_failed(outcome.failure, name)
             failure = outcome.failure
             kind = f"extents not read ({failure.operation} {failure.errno_name})"
-            self._quiet.warning(kind, f"an extent was not read: {failure.operation}: {failure.problem}")
+            self._quiet.warning(kind, f"{name} was not read: {failure.operation}: {failure.problem}")
 
     def _identity_for(self, read: Read) -> Identity | None:
         """None where it is not known: the header's own digest of it is compared in any case."""

@@ -8,23 +8,20 @@ Each of these closes the gate by itself, and each opens it again by itself:
              opens when a twentieth of the reserve is free on top of it
     sealed   the node was started to read only; never opens
 
-Reads that fail close nothing: what can be read is read. They are told as a problem until one succeeds.
+Reads that fail close nothing: what can be read is read. They are told as a problem until one succeeds, and the file
+that could not be read is tried again once in a while.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.core.reasons import Reason
 from tierkv.storage.directory import Space
+from tierkv.storage.names import ExtentName
 from tierkv.storage.system_calls import Failure
-
-READ_PROBLEM_SECONDS = 30.0
-"""After the last failed read, when nothing was read since: then nobody knows, and it is not called a problem."""
 
 _TOLD_AS_THEY_ARE = (Reason.DISK_FULL, Reason.NO_INODES, Reason.READ_ONLY, Reason.TOO_MANY_FILES, Reason.NO_ACCESS)
 
@@ -38,11 +35,8 @@ class Closed:
 class TierGate:
     """Safe to use from several threads. Does no I/O: it is told what the file system says."""
 
-    def __init__(
-        self, reserve_bytes: int, *, read_only: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, reserve_bytes: int, *, read_only: bool = False) -> None:
         self._reserve_bytes = reserve_bytes
-        self._clock = clock
         self._lock = threading.Lock()
         self._wanted_bytes = 0  # what must be free before the gate opens for want of room
         self._is_short_of_inodes = False
@@ -55,7 +49,7 @@ class TierGate:
         self._errors: Counter[str] = Counter()
         self._last_error = ""
         self._read_problem = ""
-        self._read_failed_at = 0.0
+        self._unreadable: ExtentName | None = None
         self._writing_bytes = 0
 
     @property
@@ -103,10 +97,15 @@ class TierGate:
 
     @property
     def read_problem(self) -> str:
-        """Why files can't be read, as far as is known; empty when the last read went well, or was long ago."""
+        """Why files can't be read, as far as is known; empty when the last read went well."""
         with self._lock:
-            is_recent = self._clock() - self._read_failed_at < READ_PROBLEM_SECONDS
-            return self._read_problem if is_recent else ""
+            return self._read_problem
+
+    @property
+    def unreadable(self) -> ExtentName | None:
+        """The file whose reading failed last, until one succeeds."""
+        with self._lock:
+            return self._unreadable
 
     def admit(self, num_bytes: int, space: Space) -> Closed | None:
         """Whether a file of `num_bytes` may be written now: None, and it counts until `finish`; or why not."""
@@ -132,17 +131,17 @@ class TierGate:
         with self._lock:
             self._count(failure)
 
-    def read_failed(self, failure: Failure) -> None:
+    def read_failed(self, failure: Failure, name: ExtentName) -> None:
         """Reading a file failed for a cause that is not the file's own."""
         with self._lock:
             self._count(failure)
             self._read_problem = f"{failure.operation} failed with {failure.errno_name}: {failure.problem}"
-            self._read_failed_at = self._clock()
+            self._unreadable = name
 
     def read_succeeded(self) -> None:
         if self._read_problem:  # looked at without the lock: one more failure at the same time is told by its next
             with self._lock:
-                self._read_problem = ""
+                self._read_problem, self._unreadable = "", None
 
     def write_failed(self, failure: Failure, num_bytes: int) -> None:
         """A write of `num_bytes` failed. After a full disk a probe proves little: that much must be free as well."""

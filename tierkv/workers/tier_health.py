@@ -12,13 +12,15 @@ import msgspec
 
 from tierkv.core.instructions import Report, TierHealth
 from tierkv.core.reasons import Reason
-from tierkv.errors import StorageError
+from tierkv.errors import DamagedFile, ForeignFile, StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Space
-from tierkv.storage.names import DIGESTS, TEMP, Parts
+from tierkv.storage.extent_header import open_regular
+from tierkv.storage.names import DIGESTS, TEMP, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
+from tierkv.storage.transfer import BlockFile, mapped_pages
 from tierkv.storage.walk import Strays, find_groups
 from tierkv.workers.lifeline import OnDeath, end_process, start_thread
 from tierkv.workers.quiet_log import QuietLog
@@ -73,6 +75,7 @@ class HealthWatch:
         self._period_seconds = period_seconds
         self._on_death = on_death
         self._space = Space(0, 0, 0, 0)
+        self._bytes_of: dict[Parts, int] = {}
         self._telling = threading.Lock()
         self._was_closed: Closed | None = None
         self._periods = 0
@@ -136,6 +139,7 @@ class HealthWatch:
     def _look(self) -> TierHealth:
         space = self._look_at_room()
         self._look_at_faults()
+        self._look_at_reading()
         self._prune()
         usage = self._quarantine.usage()
         index_bytes = self._catalog.file_bytes()
@@ -182,6 +186,17 @@ class HealthWatch:
             self._gate.count(Failure.of(error))
             return ""
 
+    def _look_at_reading(self) -> None:
+        """Somebody could not read: can it be done now? Nobody else may ask for long."""
+        name = self._gate.unreadable
+        if name is None or self._gate.is_stuck:
+            return
+        failure = probe_reading(self._directory, name)
+        if failure is None:
+            self._gate.read_succeeded()
+        else:
+            self._gate.read_failed(failure, name)
+
     def _probe(self) -> None:
         failure = probe(self._directory)
         if failure is None:
@@ -201,12 +216,16 @@ class HealthWatch:
                 self._gate.count(Failure.of(error))
 
     def _folder_bytes(self, parts: Parts) -> int:
-        """What the files of a folder take; none where it can't be looked at."""
+        """What the files of a folder take; where it can't be looked at, what they took the last time, lest the tier be
+        thought to have room that it has not."""
         try:
             with self._directory.folder(parts) as folder_fd:
-                return call("listdir", _sum_of_blocks, folder_fd)
-        except StorageError:
-            return 0
+                self._bytes_of[parts] = call("listdir", _sum_of_blocks, folder_fd)
+        except StorageError as error:
+            if error.reason == Reason.NOT_FOUND:
+                self._bytes_of[parts] = 0
+            self._gate.count(Failure.of(error))
+        return self._bytes_of.get(parts, 0)
 
     def _log(self, closed: Closed | None) -> None:
         with self._telling:
@@ -238,6 +257,18 @@ def probe(directory: DataDirectory) -> Failure | None:
             temp.flush()
     except StorageError as error:
         return Failure.of(error)
+    return None
+
+
+def probe_reading(directory: DataDirectory, name: ExtentName) -> Failure | None:
+    """Read the first page of a file as an extent is read: None when that works, or it is not there any more."""
+    try:
+        with directory.folder(name.folder) as folder_fd, open_regular(folder_fd, name.file) as (fd, _):
+            BlockFile(directory, fd, 0).read([mapped_pages(PAGE_BYTES)])
+    except StorageError as error:
+        return None if error.reason == Reason.NOT_FOUND else Failure.of(error)
+    except (DamagedFile, ForeignFile):
+        return None  # it could be read; what is in it is for whoever reads it next
     return None
 
 
