@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tierkv.core.instructions import ExtentRow, Rows, TierHealth
+from tierkv.core.instructions import ExtentRow, Rows, TierHealth, WriteDone
 from tierkv.node.nvme_room import UNKNOWN, NvmeRoom
 
 GIB = 2**30
@@ -49,8 +49,10 @@ def test_other_data_takes_from_it_and_gives_back() -> None:
     assert room.at_recovery() is None
     room.note(health(free=2 * GIB))
     assert room.at_health(4 * GIB) == 5 * GIB
-    room.note(health(free=2 * GIB - 4096))
+    room.note(health(free=2 * GIB + 4096))
     assert room.at_health(4 * GIB) is None  # not worth a word
+    room.note(health(free=2 * GIB - 4096))
+    assert room.at_health(4 * GIB) == 5 * GIB - 4096  # or the reserve would be used
     room.note(health(free=10 * GIB))
     assert room.at_health(4 * GIB) == 8 * GIB
 
@@ -59,6 +61,35 @@ def test_a_disk_full_of_other_data_leaves_no_room_but_never_none_at_all() -> Non
     room = NvmeRoom(8 * GIB, 2 * GIB)
     room.note(health(free=GIB))
     assert room.at_health(0) == 1  # 0 would mean that there is no such tier
+
+
+def test_a_shortage_is_news_once_and_again_when_it_has_grown_by_an_eighth() -> None:
+    room = NvmeRoom(8 * GIB, 0)
+    news = []
+    for free in (4 * GIB, 4 * GIB - 4096, GIB * 7 // 2 + 8192, GIB * 3, 9 * GIB, 4 * GIB):
+        room.note(health(free=free))
+        changed = room.at_health(0)
+        news.append(changed is not None and room.is_news(changed))
+    assert news == [True, False, False, True, False, True]
+
+
+def test_what_came_or_went_while_the_worker_looked_is_not_counted_twice() -> None:
+    mib = 2**20
+    room = NvmeRoom(None, 0)
+    room.note(health(free=100 * mib))
+    assert room.at_recovery() == 80 * mib
+    room = NvmeRoom(1000 * mib, 0)
+    room.note(health(free=100 * mib))
+    assert room.at_recovery() == 100 * mib
+    room.note(WriteDone(op=1, file_bytes=mib, seconds=0.1))
+    room.note(health(free=100 * mib))  # it had looked before that file was written
+    assert room.at_health(mib) is None
+    room.note(health(free=100 * mib))  # a file was removed, and its removal is not confirmed
+    assert room.at_health(mib, mib) is None
+    room.note(health(free=99 * mib))
+    assert room.at_health(mib) is None
+    room.note(health(free=50 * mib))  # but what others take is taken
+    assert room.at_health(mib, mib) == 51 * mib
 
 
 def test_without_a_word_of_the_disk_nothing_changes() -> None:

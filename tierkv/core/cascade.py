@@ -35,6 +35,7 @@ IN_VAIN = 10
 """A group that has filled NVMe so many times over without a single hit is told of."""
 
 _WRITE_HOLD = "write"
+_INODES_OF_A_FILE = 2  # with a folder of its own, as far as is known between two looks at the file system
 _FOLDERS_OF_A_WRITE = 2  # inodes that a file may need beside its own
 EVICTIONS_AT_A_TIME = 128
 """When much is to go at once, for capacity that was taken: between two of these slices others are answered."""
@@ -87,6 +88,7 @@ class Cascade:
         self._stranded_bytes = 0  # part of overhead_bytes: files that this start can neither use nor rule out
         self.is_writable = True
         self.why_not_writable: Reason | None = None
+        self._spare_since = 0  # removals from this number on are not yet part of that
         self.spare_files: int | None = None  # that the file system takes before its inodes are short; None: any number
         self.is_readable = True  # a disk that does not answer a read is not asked for more
         self.is_worker_up = False
@@ -334,7 +336,7 @@ class Cascade:
             )
         self._writes_in_flight += 1
         if self.spare_files is not None:
-            self.spare_files -= group.ranks
+            self.spare_files -= _INODES_OF_A_FILE * group.ranks
 
     def write_done(self, report: WriteDone, now: float) -> None:
         op = self._ops.get(report.op)
@@ -623,8 +625,8 @@ class Cascade:
         if not isinstance(op, _RemoveOp):
             return
         self._end_op(report.op)
-        if self.spare_files is not None:
-            self.spare_files += 1
+        if self.spare_files is not None and report.op >= self._spare_since:
+            self.spare_files += _INODES_OF_A_FILE
         extent = op.extent
         extent.end_op(report.op)
         if not extent.ops and not any(retry.extent is extent for _, retry in self._retries):
@@ -841,7 +843,7 @@ class Cascade:
     def health(self, report: TierHealth, now: float) -> None:
         self.overhead_bytes = report.overhead_bytes + self._stranded_bytes
         was_writable = self.is_writable
-        self.spare_files = report.spare_inodes
+        self._count_spare_files(report.spare_inodes)
         self.is_readable = report.readable
         if not report.readable:
             self._stop_reading()
@@ -860,6 +862,12 @@ class Cascade:
                     self._unwritten[extent] = True
         self.shrink(now)
         self.pump(now)
+
+    def _count_spare_files(self, seen: int | None) -> None:
+        """What was under way when the worker looked may have been seen or not: it is counted against us both times."""
+        self._spare_since = self._next_op
+        writes = sum(isinstance(op, _WriteOp) for op in self._ops.values())
+        self.spare_files = None if seen is None else seen - _INODES_OF_A_FILE * writes
 
     def _stop_reading(self) -> None:
         """What was asked of the disk keeps its slots until it comes back; nobody waits for it, and nothing follows."""

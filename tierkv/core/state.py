@@ -408,6 +408,11 @@ class CacheState:
         return self._cascade.num_reads_in_flight()
 
     @property
+    def removing_bytes(self) -> int:
+        """Of what NVMe uses, what is on its way out."""
+        return self._cascade.removing_bytes
+
+    @property
     def num_writes_waiting(self) -> int:
         return self._cascade.num_writes_waiting()
 

@@ -125,6 +125,7 @@ class Front:
             incarnation=begin.incarnation,
             data_dir=settings.data_dir,
             has_nvme=self._has_nvme,
+            read_only=settings.read_only,
             supervisor_pid=begin.supervisor_pid,
             front_restarts=begin.front_restarts,
             data_dir_problem=begin.data_dir_problem,
@@ -335,7 +336,7 @@ class Front:
             self._tell_of_directory(report)
         if isinstance(report, TierHealth) and not self._core.state.is_recovering:
             nvme = next(tier for tier in self._core.state.tiers() if tier.tier == "nvme")
-            self._set_nvme_room(self._nvme_room.at_health(nvme.used_bytes + nvme.reserved_bytes), now)
+            self._set_nvme_room(self._nvme_room.at_health(nvme.used_bytes, self._core.state.removing_bytes), now)
 
     def _tell_of_directory(self, health: TierHealth) -> None:
         """The supervisor, who has the lock, may take the directory anew when that can be done."""
@@ -348,7 +349,7 @@ class Front:
         if num_bytes is not None:
             self._service.nvme_limit(num_bytes, now)
             self._node.nvme_shortage = self._nvme_room.shortage
-            if self._nvme_room.shortage:
+            if self._nvme_room.is_news(num_bytes):
                 log.warning("%s", self._nvme_room.shortage)
 
     def _replace_worker(self, problem: str) -> None:

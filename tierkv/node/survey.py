@@ -35,6 +35,7 @@ class NodeState:
     incarnation: int
     data_dir: str
     has_nvme: bool
+    read_only: bool = False
     supervisor_pid: int
     front_restarts: int
     started: float  # monotonic
@@ -173,7 +174,7 @@ class Survey:
             yield f"the storage worker {worker.problem or 'is not running'}; it is being started again"
         elif worker.is_silent(now):
             yield f"the storage worker has said nothing for {now - worker.heard:.0f} s"
-        if health is not None and not health.writable:
+        if health is not None and not health.writable and not self._node.read_only:
             yield f"nvme is not written to: {health.reason or 'unknown'} {health.problem}".rstrip()
         if health is not None and not health.readable:
             yield "nvme is not read from: a read has not come back"
@@ -193,6 +194,8 @@ class Survey:
             yield self._node.nvme_shortage
         if self._worker.health is not None and self._worker.health.direct_problem:
             yield f"files are transferred without O_DIRECT: {self._worker.health.direct_problem}"
+        if self._node.read_only:
+            yield "read_only is set: files are read, nothing is written to the data directory"
 
     def _found(self) -> dict[str, int]:
         """What the last start found in the data directory that it did not take, where there was any."""

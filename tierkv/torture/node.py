@@ -130,7 +130,7 @@ class Node:
         arguments = ["serve"]
         for name, value in options.items():
             if value is not None:
-                arguments += [f"--{name.replace('_', '-')}", value]
+                arguments += [f"--{name.replace('_', '-')}", *([value] if value else [])]  # "": a switch
         if self._replaced:
             return [sys.executable, "-P", "-m", "tierkv.torture.node_with", *self._replaced, "--", *arguments]
         return [sys.executable, "-P", "-m", "tierkv_cli.main", *arguments]

@@ -137,23 +137,29 @@ class HealthWatch:
         self._report([health])
 
     def _look(self) -> TierHealth:
-        space = self._look_at_room()
+        temp_bytes = self._folder_bytes((TEMP,))  # before the free space: what is written in between is then missing
+        space = self._look_at_room()  # in both, and not counted twice
         self._look_at_faults()
         self._look_at_reading()
         self._prune()
         usage = self._quarantine.usage()
         index_bytes = self._catalog.file_bytes()
-        beside = max(0, self._folder_bytes((TEMP,)) - self._gate.writing_bytes) + self._folder_bytes((DIGESTS,))
+        writing_bytes = self._gate.writing_bytes
+        beside = max(0, temp_bytes - writing_bytes) + self._folder_bytes((DIGESTS,))
         growth = GROWTH_BYTES + index_bytes // 8
         return TierHealth(
             writable=True,
             overhead_bytes=index_bytes + usage.num_bytes + beside + self._described_bytes + growth,
-            free_bytes=space.free_bytes,
+            free_bytes=space.free_bytes + min(temp_bytes, writing_bytes),
             quarantined_files=usage.files,
             quarantined_bytes=usage.num_bytes,
             index_bytes=index_bytes,
             spare_inodes=_spare_inodes(space),
+<<<<<<< HEAD
             direct_problem=self._directory.direct_problem,
+=======
+            growth_bytes=growth,
+>>>>>>> b0a10a4 (Keep the reserve of bytes and inodes free on small real disks, and serve a read-only directory as asked)
         )
 
     def _look_at_room(self) -> Space:
