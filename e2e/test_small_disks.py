@@ -132,7 +132,7 @@ def test_a_cap_that_the_disk_does_not_have_is_told_and_what_it_has_is_kept_to(tm
             assert re.search(r"asks for 150.* MiB, the disk has room for \d\d\.\d MiB", warning)
             with StampedEngine(node.endpoint) as engine:
                 for prompt in range(90):
-                    assert store_flushed(engine, prompt, MIB_BLOCKS)
+                    wait_until(lambda at=prompt: store_flushed(engine, at, MIB_BLOCKS), "it is flushed", 20.0)
                 assert seen.least_free_bytes >= 19 * MiB
                 fill_up(disk / "more of others", 15 * MiB)
                 node.wait_status(lambda s: s.tiers[1].capacity_bytes < 46 * MiB, "the tier has shrunk")

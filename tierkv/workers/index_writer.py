@@ -29,15 +29,18 @@ class IndexWriter:
         *,
         failed: Callable[[str], None] = lambda problem: None,
         worked: Callable[[], None] = lambda: None,
+        committed: Callable[[], None] = lambda: None,
         gather_seconds: float = GATHER_SECONDS,
         on_death: OnDeath = end_process,
         roll: Roll | None = None,
     ) -> None:
-        """`failed` is told about each commit that did not happen, `worked` about the first that did after one."""
+        """`failed` is told about each commit that did not happen, `worked` about the first that did after one, and
+        `committed` about each that did: the index may have grown."""
         self._post = (roll or Roll()).post("index-writer")
         self._catalog = catalog
         self._failed = failed
         self._worked = worked
+        self._committed = committed
         self._gather_seconds = gather_seconds
         self._waiting: list[Change] = []
         self._is_busy = False
@@ -98,7 +101,9 @@ class IndexWriter:
             self._failed(answer.problem)
             if not self._was_failing:
                 log.warning("%d rows were not written to the index: %s", len(changes), answer.problem)
-        elif self._was_failing:
+        else:
+            self._committed()
+        if self._was_failing and not failing:
             self._worked()
             log.info("the index is written again")
         self._was_failing = failing

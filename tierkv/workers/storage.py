@@ -152,7 +152,12 @@ class StorageWorker:
             index_problem=lambda: self._index_problem,
         )
         self._index = IndexWriter(
-            self._catalog, failed=self._index_failed, worked=self._index_worked, on_death=on_death, roll=self._roll
+            self._catalog,
+            failed=self._index_failed,
+            worked=self._index_worked,
+            committed=health.index_committed,
+            on_death=on_death,
+            roll=self._roll,
         )
         self._stack.callback(self._index.close, CLOSE_SECONDS)
         self._flusher = Flusher(partial(self._files.flush, directory), self._report, on_death=on_death, roll=self._roll)

@@ -90,6 +90,12 @@ class HealthWatch:
         self.look()
         self._thread = start_thread("health", self._run, on_death=self._on_death)
 
+    def index_committed(self) -> None:
+        """The index may have grown: look before it has used up what is kept for that."""
+        last = self._last
+        if last is not None and self._catalog.file_bytes() - last.index_bytes > last.growth_bytes // 2:
+            self.wake()
+
     def wake(self) -> None:
         """Something changed: look now."""
         self._wake.set()
@@ -155,11 +161,8 @@ class HealthWatch:
             quarantined_bytes=usage.num_bytes,
             index_bytes=index_bytes,
             spare_inodes=_spare_inodes(space),
-<<<<<<< HEAD
             direct_problem=self._directory.direct_problem,
-=======
             growth_bytes=growth,
->>>>>>> b0a10a4 (Keep the reserve of bytes and inodes free on small real disks, and serve a read-only directory as asked)
         )
 
     def _look_at_room(self) -> Space:
