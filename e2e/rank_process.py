@@ -60,6 +60,15 @@ def reserve(prompt: int, blocks: int, write: int) -> dict[str, Any]:
     return {"granted": len(ticket.granted), "reason": ticket.reason or ""}
 
 
+def rest(prompt: int) -> dict[str, Any]:
+    """Write all blocks of the ticket."""
+    ticket = tickets[prompt]
+    rows = stamped(prompt, ticket.first_block + len(ticket.states))
+    for block in ticket.granted:
+        ticket.write(block, rows[block])
+    return {}
+
+
 def commit(prompt: int) -> dict[str, Any]:
     committed = tickets.pop(prompt).commit()
     return {"visible": committed.visible, "staged": committed.staged, "reason": committed.reason or ""}
@@ -101,7 +110,7 @@ def release(prompt: int) -> dict[str, Any]:
     return {}
 
 
-VERBS = {verb.__name__: verb for verb in (token, reserve, commit, hold, copy, release)}
+VERBS = {verb.__name__: verb for verb in (token, reserve, rest, commit, hold, copy, release)}
 
 
 def main(arguments: list[str]) -> None:

@@ -14,7 +14,7 @@ from e2e.harness import EngineProcess, Node, wait_until
 from e2e.rank_process import RANKS, identity
 from tierkv.client import Client, Lease, connect
 from tierkv.core.keys import key_at
-from tierkv.torture.stamped import tokens_of
+from tierkv.torture.stamped import StampedEngine, tokens_of
 from tierkv.wire.messages import Holder
 
 BLOCKS = 8
@@ -139,6 +139,39 @@ def test_a_rank_killed_while_it_loads_harms_no_other_and_leaves_nothing_held(cre
     crew.ranks[0].ask("release", prompt=3)
     crew.node.wait_status(lambda status: status.leases == 0, "nothing is held any more")
     assert crew.load(3) == (BLOCKS, "")
+
+
+@pytest.mark.scenario(
+    "B061",
+    then="a rank that says nothing delays no answer: the lease is granted to both within the deadline, and the "
+    "other rank goes on with this request and the next one; its part and its half-written ticket stay its own",
+)
+def test_a_silent_rank_delays_no_other_and_nobody_takes_what_it_still_writes(crew: Crew) -> None:
+    for prompt in (8, 9):
+        crew.store(prompt, BLOCKS, BLOCKS)
+    silent = crew.ranks[1]
+    silent.ask("reserve", prompt=10, blocks=BLOCKS, write=BLOCKS // 2)
+    lease = crew.lease(8)
+    silent.pause()  # in the middle of a store and of a load
+    assert crew.ranks[0].ask("copy", prompt=8) == {"valid": BLOCKS, "right": BLOCKS, "poison": 0}
+    crew.ranks[0].ask("release", prompt=8)
+    with StampedEngine(crew.node.endpoint) as other:
+        for number in range(20):  # more than memory holds
+            assert other.store(100 + number, 128) in range(1, 129)
+            assert not other.load(100 + number, 128).is_wrong
+        status = crew.node.status()
+        assert status is not None
+        assert (status.leases, status.tickets) == (1, 1)
+        silent.resume()
+        assert silent.ask("copy", prompt=8) == {"valid": BLOCKS, "right": BLOCKS, "poison": 0}
+        silent.ask("release", prompt=8)
+        assert silent.ask("rest", prompt=10) == {}
+        assert silent.ask("commit", prompt=10)["staged"] == BLOCKS
+        crew.ranks[0].ask("reserve", prompt=10, blocks=BLOCKS, write=BLOCKS)
+        assert crew.ranks[0].ask("commit", prompt=10)["visible"] == BLOCKS
+        assert crew.load(10) == (BLOCKS, "")
+        assert not other.load(119, 128).is_wrong
+    assert lease.blocks == BLOCKS
 
 
 def test_a_request_given_up_before_its_ranks_were_told_leaves_nothing_held(crew: Crew) -> None:

@@ -303,6 +303,8 @@ def test_a_part_of_another_rank_is_not_held(client: Client, node: FakeNode) -> N
     group = client.open(make_identity(shards=2), rank=1)
     with pytest.raises(ValueError, match="rank 0's"):
         group.hold(b"g" * 16, client.session_token(), LeasePart(0, bytes(8), bytes(8)))
+    with pytest.raises(ValueError, match="8 bytes of offsets, 16 of generations"):
+        group.hold(b"g" * 16, client.session_token(), LeasePart(1, bytes(8), bytes(16)))
 
 
 def test_only_the_one_who_asked_ends_every_part_and_not_while_it_reads(

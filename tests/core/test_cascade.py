@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.core.simulation import PAGE, Bench
-from tierkv.core.grants import NeverHit, Waiting
+from tierkv.core.grants import GRANTED, NeverHit, Waiting
 from tierkv.core.instructions import (
     OpFailed,
     Read,
@@ -158,3 +160,24 @@ def test_last_use_goes_to_disk_every_so_many_seconds() -> None:
     assert bench.worker.touched == before
     bench.tick(0.1)
     assert bench.worker.touched == before + 1
+
+
+def test_what_waits_to_be_written_is_not_evicted_when_its_group_is_not_to_be_persistent_any_more() -> None:
+    """Else an extent without blocks would be written in its name."""
+    bench = Bench(host_slots=8, extent_blocks=2)
+    flushed, queued, growing = bench.prompt(1, 2), bench.prompt(3, 4), bench.prompt(5)
+    bench.store_durably(flushed)
+    bench.state._ledger.limits = replace(bench.limits, inflight_writes=0)
+    bench.store(queued)
+    bench.store(growing)
+    assert bench.state.num_writes_waiting == 1
+    bench.absorb(bench.state.open_group(replace(bench.spec, persistent=False), bench.now))
+    bench.tick(1.0)
+    assert bench.store(bench.prompt(*range(1_000, 1_007))).states.count(GRANTED) == 6  # what grew went as well
+    assert [bench.match(prompt) for prompt in (flushed, queued, growing)] == [(2, 0), (2, 2), (0, 0)]
+    bench.state._ledger.limits = bench.limits
+    bench.tick(1.0)
+    bench.work()
+    assert all(file.keys for file in bench.disk.files.values())
+    bench.start()
+    assert [bench.match(prompt)[0] for prompt in (flushed, queued, growing)] == [2, 2, 0]

@@ -10,6 +10,7 @@ import pytest
 from tests.node.kit import BLOCK_BYTES, ENGINE, GROUP, TWO_RANKS, Kit, prompt
 from tierkv.core.instructions import Read, ReadDone, Write, WriteDone
 from tierkv.core.keys import KEY_BYTES, chain_keys, pack_tokens
+from tierkv.core.reasons import Reason
 from tierkv.node import key_check
 from tierkv.node.waiting import GRACE_SECONDS
 from tierkv.wire.messages import (
@@ -149,6 +150,20 @@ def test_a_stranger_ends_nothing_that_others_copy_from_or_into(kit: Kit) -> None
     assert kit.ask(Commit, grant=T2).visible == 2
     kit.ask(Release, grant=L1)
     assert kit.state.num_leases == 0
+
+
+def test_nothing_is_granted_to_a_holder_that_has_left(kit: Kit) -> None:
+    """Its process lives, so that its end can't be proven, and it will never say that its copies have ended."""
+    store(kit, 2)
+    left = b"worker-session-2"
+    kit.join(left)
+    kit.service.close_session(left)
+    lease = kit.ask(Acquire, grant=L1, group=GROUP, keys=prompt(2)[0], holders=(Holder(0, left),))
+    assert (lease.blocks, lease.reason) == (0, Reason.SESSION_GONE)
+    keys, tokens = prompt(2, start=100)
+    refused = kit.ask(Reserve, grant=T2, group=GROUP, keys=keys, first=0, tokens=tokens, holder=left)
+    assert (refused.offsets, refused.reason) == (b"", Reason.SESSION_GONE)
+    assert (kit.state.num_leases, kit.state.num_tickets) == (0, 0)
 
 
 # ---- keys against tokens

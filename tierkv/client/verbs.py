@@ -149,6 +149,8 @@ class Verbs(InlineVerbs):
         """A lease that another session asked for, naming this one (by `token`) as the holder of `part`."""
         if part.rank != group.rank:
             raise ValueError(f"part: it is rank {part.rank}'s, and this process holds rank {group.rank}")
+        if len(part.offsets) % 8 or len(part.offsets) != len(part.generations):
+            raise ValueError(f"part: {len(part.offsets)} bytes of offsets, {len(part.generations)} of generations")
         session = self._state.session()
         blocks = len(part.offsets) // 8
         if session is None or session.token != token:

@@ -186,6 +186,11 @@ class Ledger:
         taken, self._new_unsealed = self._new_unsealed, []
         return taken
 
+    def make_memory_only(self, group: Group) -> None:
+        """Nothing more of the group goes to NVMe; so what grows in it need not wait for that before it is evicted."""
+        group.persistent = False
+        self._reconsider_all(extent for extent in self.unsealed if extent.group == group.spec.group)
+
     # ---- extents come, grow, shrink, go
 
     def add_extent(self, extent: Extent, above: Extent | None, index: int) -> None:
@@ -312,10 +317,11 @@ class Ledger:
         return floor if floor < extent.longest_host_blocks else None
 
     def may_leave_host(self, extent: Extent) -> bool:
-        """Whoever holds it aside: whether its host copies are needed for nothing that is on its way to NVMe."""
-        if not extent.in_tree:
+        """Whoever holds it aside: whether its host copies are needed for nothing that is on its way to NVMe, or will
+        be when it is sealed."""
+        if not extent.in_tree or extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING):
             return False
-        return not (self.has_nvme and self.group_of(extent).persistent) or self._is_settled(extent)
+        return extent.sealed or not (self.has_nvme and self.group_of(extent).persistent)
 
     def rank_of(self, extent: Extent, remaining: int) -> Rank:
         """How late the blocks from `remaining` on go."""
@@ -350,10 +356,6 @@ class Ledger:
     def _reconsider_all(self, extents: Iterable[Extent]) -> None:
         for extent in list(extents):
             self.reconsider(extent)
-
-    def _is_settled(self, extent: Extent) -> bool:
-        """Nothing on its way to NVMe that these host copies are needed for."""
-        return extent.sealed and extent.nvme in (NvmeState.ABSENT, NvmeState.PRESENT, NvmeState.REMOVING)
 
     # ---- staged blocks
 

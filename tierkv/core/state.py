@@ -88,7 +88,8 @@ class CacheState:
             group = self._ledger.add_group(spec)
         else:
             group.spec = spec
-            group.persistent = group.persistent and spec.persistent
+            if group.persistent and not spec.persistent:
+                self._ledger.make_memory_only(group)
         if group.persistent and self._ledger.has_nvme and not self._purges.covers(group):
             group.wants_folder = True
             if self._cascade.is_worker_up:

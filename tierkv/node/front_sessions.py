@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tierkv.wire.messages import Error, ErrorCode
@@ -57,6 +57,12 @@ class SessionTable:
             self._catch_up()
             session = self._sessions.get(token)
         return session
+
+    def has_closed(self, holders: Iterable[bytes]) -> bool:
+        """Whether one of them takes no part any more, though its process lives: it could never say that its copies have
+        ended."""
+        found = map(self._sessions.get, holders)
+        return any(session is not None and session.is_closed for session in found)
 
     def refuse_holders(self, request_id: int, ranks: int, holders: tuple[tuple[int, bytes], ...]) -> Error | None:
         """A holder copies the bytes: it must have the arena mapped, and its rank must exist. One that has ended is

@@ -39,6 +39,8 @@ class Reading:
         refusal = self._sessions.refuse_holders(request.id, ranks, holders)
         if refusal is not None:
             return refusal
+        if self._sessions.has_closed(token for _rank, token in holders):
+            return empty_lease(request.id, Reason.SESSION_GONE)
         deadline = now + request.deadline_ms / 1000
         answer = self._core.ask(
             now,

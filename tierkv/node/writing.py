@@ -84,6 +84,8 @@ class Writing:
         if len(request.tokens) != num_blocks * block_tokens * TOKEN_BYTES:
             problem = f"{len(request.tokens) // TOKEN_BYTES} tokens for {num_blocks} blocks of {block_tokens}"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tokens")
+        if self._sessions.has_closed((holder,)):
+            return reservation_reply(request.id, Refused(Reason.SESSION_GONE), num_blocks)
         answer = self._core.ask(
             now,
             lambda: self._state.reserve(
