@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.system_calls import ERRNOS, Fault, ShortTransfers, hold, inject
+from tests.faults.system_calls import ERRNOS, Fault, FlippedBit, ShortTransfers, hold, inject
 from tests.storage.samples import POISON, Sample, path_of, temp_files
 from tierkv.core.reasons import Reason
 from tierkv.storage.directory import DataDirectory
@@ -365,6 +365,32 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(
     outcome = sample.read(directory)
     assert (outcome.valid, outcome.reason, outcome.damaged) == (2, Reason.SHORT_FILE, True)
     assert verify_file(directory, sample.name).reason == Reason.SHORT_FILE
+
+
+@pytest.mark.parametrize("at", [4096, 4096 + 5000, 4096 + 3 * 4096 - 1])
+def test_a_disk_that_flips_a_bit_in_a_block_gives_no_wrong_block(
+    directory: DataDirectory, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    sample = Sample()
+    sample.write(directory)
+    lie = FlippedBit(monkeypatch, "preadv", at=at, bit=5)
+    outcome = sample.read(directory)
+    assert lie.flipped
+    assert (outcome.valid, outcome.reason) == ((at - 4096) // 4096, Reason.CHECKSUM)
+    assert [sample.read_back(index) for index in range(outcome.valid)] == sample.blocks[: outcome.valid]
+    assert verify_file(directory, sample.name).reason == Reason.CHECKSUM
+
+
+@pytest.mark.parametrize("at", [0, 9, 13, 30, 60, 400])
+def test_a_disk_that_flips_a_bit_in_a_header_gives_no_block_at_all(
+    directory: DataDirectory, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    sample = Sample()
+    sample.write(directory)
+    FlippedBit(monkeypatch, "pread", at=at, bit=2)
+    outcome = sample.read(directory)
+    assert (outcome.valid, outcome.damaged) == (0, True)
+    assert all(sample.read_back(index) == bytes([POISON]) * 4096 for index in range(3))
 
 
 def test_a_scrub_tells_a_bad_sector_from_damage(directory: DataDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
