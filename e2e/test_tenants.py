@@ -21,7 +21,7 @@ from tierkv.wire.session import NODE_SOCKET_NAME, SESSION_SOCKET_NAME
 
 pytestmark = pytest.mark.timeout(180)
 
-NOBODY, OTHER = 65_534, 65_533
+ALICE, BOB = 65_533, 65_532  # numbers, no users of the machine
 BLOCKS = 12
 GRANTED = [BlockState.GRANTED] * BLOCKS
 
@@ -50,7 +50,7 @@ def inline_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def node(tmp_path: Path, inline_dir: Path) -> Iterator[Node]:
-    users = f"{NOBODY},{OTHER}"
+    users = f"{ALICE},{BOB}"
     with Node(tmp_path, inline_users=users, inline_dir=str(inline_dir), host_bytes="16MiB") as node:
         node.start()
         wait_gateway(node)
@@ -79,12 +79,12 @@ def wait_connected(tenant: EngineProcess) -> None:
     then="in host memory, on NVMe and after a restart no other tenant hits, waits for, drops or is refused for it",
 )
 def test_no_tenant_sees_or_harms_what_another_stored_in_any_tier(node: Node, inline_dir: Path) -> None:
-    owner = Tenant(inline_dir, NOBODY, "s1")
+    owner = Tenant(inline_dir, ALICE, "s1")
     others: dict[str, EngineProcess] = {
-        "other salt": Tenant(inline_dir, NOBODY, "s2"),
-        "no salt": Tenant(inline_dir, NOBODY),
-        "other user, same salt": Tenant(inline_dir, OTHER, "s1"),
-        "other user that names the salt in effect": Tenant(inline_dir, OTHER, f"inline:{NOBODY}:s1"),
+        "other salt": Tenant(inline_dir, ALICE, "s2"),
+        "no salt": Tenant(inline_dir, ALICE),
+        "other user, same salt": Tenant(inline_dir, BOB, "s1"),
+        "other user that names the salt in effect": Tenant(inline_dir, BOB, f"inline:{ALICE}:s1"),
     }
     try:
         with StampedEngine(node.endpoint, salt="s1") as trusted, StampedEngine(node.endpoint) as trusted_without:
@@ -103,6 +103,7 @@ def test_no_tenant_sees_or_harms_what_another_stored_in_any_tier(node: Node, inl
             look("host memory", BLOCKS)
             for prompt in range(100, 100 + 60):  # more than host memory has room for
                 trusted_without.store(prompt, 32)
+            node.wait_status(lambda now: not now.dirty_extents, "nothing waits for the disk, so there is room", 60)
             look("NVMe", 0)
         for other in others.values():
             assert other.ask("operate") == {"codes": ["not_allowed"] * 4}
@@ -142,7 +143,7 @@ def require_miss(tenant: EngineProcess, who: str) -> None:
 
 
 def require_no_raw_salts(node: Node) -> None:
-    assert f"inline:{NOBODY}" not in node.log()
+    assert f"inline:{ALICE}" not in node.log()
 
 
 @needs_root
@@ -150,7 +151,7 @@ def require_no_raw_salts(node: Node) -> None:
     "B231", then="the user that the kernel names decides; who names another's salt misses, and no log holds a raw salt"
 )
 def test_two_users_of_one_salt_store_beside_each_other(node: Node, inline_dir: Path) -> None:
-    one, other = Tenant(inline_dir, NOBODY, "shared-secret"), Tenant(inline_dir, OTHER, "shared-secret")
+    one, other = Tenant(inline_dir, ALICE, "shared-secret"), Tenant(inline_dir, BOB, "shared-secret")
     try:
         for tenant in (one, other):
             assert tenant.ask("match", prompt=1, blocks=BLOCKS) == {"blocks": 0}
@@ -171,7 +172,7 @@ def test_two_users_of_one_salt_store_beside_each_other(node: Node, inline_dir: P
 @needs_root
 def test_a_tenant_that_is_killed_in_mid_put_leaves_nothing_of_it(node: Node, inline_dir: Path) -> None:
     blocks = 256
-    healthy, victim = Tenant(inline_dir, OTHER), Tenant(inline_dir, NOBODY)
+    healthy, victim = Tenant(inline_dir, BOB), Tenant(inline_dir, ALICE)
     try:
         assert healthy.ask("store", prompt=1, blocks=BLOCKS)["visible"] == BLOCKS
         assert victim.ask("hold_ticket", name="t", prompt=3, blocks=blocks)["granted"] == blocks
@@ -182,7 +183,7 @@ def test_a_tenant_that_is_killed_in_mid_put_leaves_nothing_of_it(node: Node, inl
         node.wait_status(lambda now: not now.leases and not now.tickets, "what it held is free")
         loaded = healthy.ask("load", prompt=1, blocks=BLOCKS)
         assert (loaded["valid"], loaded["right"]) == (BLOCKS, BLOCKS)
-        heir = Tenant(inline_dir, NOBODY)
+        heir = Tenant(inline_dir, ALICE)
         found = heir.ask("load", prompt=3, blocks=blocks)
         assert found["blocks"] in (0, blocks), "all of a ticket or nothing"
         assert found["valid"] == found["right"] == found["blocks"]
@@ -196,7 +197,7 @@ def test_a_tenant_that_is_killed_in_mid_put_leaves_nothing_of_it(node: Node, inl
 def test_a_gateway_that_is_killed_is_replaced_and_its_tenants_go_on(node: Node, inline_dir: Path) -> None:
     with StampedEngine(node.endpoint) as trusted:
         trusted.store(1, BLOCKS)
-        tenant = Tenant(inline_dir, NOBODY)
+        tenant = Tenant(inline_dir, ALICE)
         try:
             tenant.ask("store", prompt=1, blocks=BLOCKS)
             tenant.ask("hold_lease", name="l", prompt=1, blocks=BLOCKS)
@@ -221,7 +222,7 @@ def test_a_gateway_that_is_killed_is_replaced_and_its_tenants_go_on(node: Node, 
 
 @needs_root
 def test_a_front_that_is_killed_costs_tenants_a_miss_and_the_old_memory_is_free(node: Node, inline_dir: Path) -> None:
-    tenant = Tenant(inline_dir, NOBODY)
+    tenant = Tenant(inline_dir, ALICE)
     try:
         tenant.ask("store", prompt=1, blocks=BLOCKS, flushed=True)
         tenant.ask("hold_lease", name="l", prompt=1, blocks=BLOCKS)
@@ -295,7 +296,7 @@ def test_by_default_nobody_else_reaches_a_node(tmp_path: Path) -> None:
         sockets = {SESSION_SOCKET_NAME: socket.SOCK_SEQPACKET, NODE_SOCKET_NAME: socket.SOCK_STREAM}
         assert {path.name for path in node.sockets()} == set(sockets)
         for name, kind in sockets.items():
-            assert as_user(NOBODY, lambda name=name, kind=kind: errno_of_connecting(node.endpoint / name, kind)) == 13  # type: ignore[misc]
+            assert as_user(ALICE, lambda name=name, kind=kind: errno_of_connecting(node.endpoint / name, kind)) == 13  # type: ignore[misc]
 
 
 @needs_root
@@ -309,7 +310,7 @@ def test_a_user_that_was_not_named_gets_neither_a_session_nor_a_connection(node:
     def talk() -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(20)
-            sock.connect(os.fspath(inline_dir / f"{NOBODY}.sock"))
+            sock.connect(os.fspath(inline_dir / f"{ALICE}.sock"))
             try:
                 return 13 if sock.recv(1) == b"" else 0  # a ZeroMQ that would talk to us says so first
             except ConnectionResetError:
@@ -324,8 +325,8 @@ def test_a_user_that_was_not_named_gets_neither_a_session_nor_a_connection(node:
 
     for act in (knock, talk, list_directory):
         assert as_user(12_345, act) == 13
-    assert as_user(OTHER, talk) == 13  # named, but this is another user's socket
-    assert as_user(NOBODY, talk) == 0
+    assert as_user(BOB, talk) == 13  # named, but this is another user's socket
+    assert as_user(ALICE, talk) == 0
 
 
 def _free_port() -> int:

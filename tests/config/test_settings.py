@@ -184,7 +184,9 @@ def test_users_are_named_or_numbered_and_each_counts_once():
     assert (nobody.inline_users, nobody.inline_uids, nobody.inline_bytes) == ("", (), nobody.session_bytes)
 
 
-@pytest.mark.parametrize("users", ["no such user", "1001,", ",", "-1", str(2**32 - 1), "99999999999", True, 1.5, ["a"]])
+@pytest.mark.parametrize(
+    "users", ["no such user", "1001,", ",", "-1", str(2**32 - 1), "99999999999", "65534", True, 1.5, ["a"]]
+)
 def test_a_user_that_can_not_be_is_refused(users):
     assert refusal(inline_users=users).field == "inline_users"
 

@@ -122,10 +122,22 @@ def user_numbers(users: str) -> tuple[int, ...]:
 
 def _user_number(user: str) -> int:
     if re.fullmatch(r"[0-9]{1,10}", user):
-        if int(user) >= 2**32 - 1:
-            raise ValueError(f"{user} isn't the number of a user")
-        return int(user)
+        number = int(user)
+    else:
+        try:
+            number = pwd.getpwnam(user).pw_uid
+        except KeyError:
+            raise ValueError(f"{user!r} is no user of this machine; write names or numbers, like alice,1002") from None
+    if number >= 2**32 - 1:
+        raise ValueError(f"{user} isn't the number of a user")
+    if number == _overflow_user():
+        raise ValueError(f"{user} stands for everybody whom the kernel can't name here, in containers for one")
+    return number
+
+
+def _overflow_user() -> int:
+    """Who the kernel says is at the other end when that user has no number in our user namespace."""
     try:
-        return pwd.getpwnam(user).pw_uid
-    except KeyError:
-        raise ValueError(f"{user!r} is no user of this machine; write names or numbers, like alice,1002") from None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65_534
