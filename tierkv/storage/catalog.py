@@ -310,6 +310,27 @@ class Catalog:
             changed_ns = touched.restamp.after_ns
         transaction.put(touched.name, encode_row(touched.name, IndexedFile(row, known.inode, changed_ns)))
 
+    def drop_all(self, prefix: bytes) -> int | IndexFailed:
+        """Drop the rows whose name begins with `prefix`, durably; how many there were."""
+
+        def drop(env: lmdb.Environment) -> int:
+            dropped = 0
+            with env.begin(db=self._rows, write=True) as transaction, transaction.cursor() as cursor:
+                found = cursor.set_range(prefix)
+                while found and cursor.key().startswith(prefix):
+                    cursor.delete()
+                    dropped += 1
+                    found = bool(cursor.key())
+            extend_to(self._folder_fd, (env.info()["last_pgno"] + 1) * env.stat()["psize"])
+            return dropped
+
+        return self._attempt(drop)
+
+    def forget_set_aside(self) -> None:
+        """Remove the index that was set aside, if there is one: it holds rows as well. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(SET_ASIDE, dir_fd=self._folder_fd)
+
     def close(self) -> None:
         with self._lock:
             self._drop_environment()

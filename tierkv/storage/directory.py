@@ -3,7 +3,7 @@
     DATA/
       LOCK          the node's (made before anything else here; a directory with it alone counts as empty)
       FORMAT        store id and format version; made first, renamed into place last
-      models/ tmp/ quarantine/ index/ digests/
+      models/ tmp/ quarantine/ index/ digests/ purges/
 
 No path is ever followed through a symbolic link: directories are opened one component after the other, each with
 O_NOFOLLOW, relative to the one before. Directories are 0700 and files 0600 whatever the umask.
@@ -28,18 +28,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
-from tierkv.storage.names import DIGESTS, INDEX, MODELS, QUARANTINE, TEMP, Parts
+from tierkv.storage.names import DIGESTS, INDEX, MODELS, PURGES, QUARANTINE, TEMP, Parts
 from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, open_root, read_or_make_stamp
 from tierkv.storage.system_calls import call
 
 __all__ = ["DataDirectory", "Space", "Cleared", "PAGE_BYTES", "FOLDERS", "FORMAT", "LOCK", "DIRECT_REFUSED"]
 
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
-FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS)
+FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES)
 PROBE_SECONDS = 10.0
 DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")  # how file systems say that they don't take O_DIRECT
 
@@ -69,6 +70,13 @@ class Cleared:
     foreign: int
 
 
+class _Kept(Enum):
+    """Why an entry of tmp/ was not removed."""
+
+    BY_ITS_WRITER = 1
+    AS_FOREIGN = 2
+
+
 class DataDirectory:
     """An open data directory; `open` makes one. Safe to use from several threads. Close it: it owns descriptors
     and the threads that hash beside reading and writing."""
@@ -83,6 +91,7 @@ class DataDirectory:
         self._token = secrets.token_hex(4)  # a pid comes back after a reboot; this does not
         self._temp_numbers = itertools.count()
         self._lock = threading.Lock()
+        self._temp_lock = threading.Lock()  # a temp file that is not locked yet must not be taken for an abandoned one
         self._flushed: set[Parts] = set()  # directories whose own entry is known to be durable
         self._waiting: dict[Parts, set[Parts]] = {}  # parent -> children that its next flush makes durable
         self._flushing: list[set[Parts]] = []  # the children that each flush covers which is going on
@@ -209,7 +218,7 @@ class DataDirectory:
             raise StorageError("open", "EROFS", Reason.READ_ONLY, f"{self.path} is used read only")
         name = f"{os.getpid()}-{self._token}-{next(self._temp_numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self.folder((TEMP,)) as folder_fd:
+        with self.folder((TEMP,)) as folder_fd, self._temp_lock:
             fd = call("open", os.open, name, flags, 0o600, dir_fd=folder_fd)
             try:
                 call("flock", fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,23 +241,35 @@ class DataDirectory:
                 raise
 
     def clear_temp(self) -> Cleared:
-        """Remove the temp files of dead writers. Call it with the lock held and before the first write; an engine may
-        still be writing one, for it remembers digests here. What has not a name that we give is left and counted."""
+        """Remove the temp files of dead writers, and what this process could not remove when it should have. Call it
+        with the lock held; an engine may be writing one, for it remembers digests here. What has not a name that we
+        give is left and counted."""
         files = num_bytes = kept = foreign = 0
         if self.read_only:
             return Cleared(0, 0, 0, 0)
         with self.folder((TEMP,)) as folder_fd:
             for name in call("listdir", os.listdir, folder_fd):
-                found = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
-                if not _TEMP_NAME.fullmatch(name) or not stat.S_ISREG(found.st_mode):
-                    foreign += 1
-                    continue
-                if not _remove_if_abandoned(folder_fd, name):
-                    kept += 1
-                    continue
-                files += 1
-                num_bytes += found.st_blocks * 512
+                found = self._clear_one_temp(folder_fd, name)
+                if isinstance(found, int):
+                    files += 1
+                    num_bytes += found
+                kept += found is _Kept.BY_ITS_WRITER
+                foreign += found is _Kept.AS_FOREIGN
         return Cleared(files, num_bytes, kept, foreign)
+
+    def _clear_one_temp(self, folder_fd: int, name: str) -> int | _Kept:
+        """The bytes that it took, or why it is still there. One that its writer renames meanwhile is not."""
+        try:
+            found = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
+            if not _TEMP_NAME.fullmatch(name) or not stat.S_ISREG(found.st_mode):
+                return _Kept.AS_FOREIGN
+            with self._temp_lock:
+                removed = _remove_if_abandoned(folder_fd, name)
+        except StorageError as error:
+            if error.errno_name != "ENOENT" or name in call("listdir", os.listdir, folder_fd):
+                raise
+            return _Kept.BY_ITS_WRITER
+        return found.st_blocks * 512 if removed else _Kept.BY_ITS_WRITER
 
     # ---- O_DIRECT, remembered
 

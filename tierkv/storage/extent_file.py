@@ -60,6 +60,8 @@ __all__ = [
     "verify_file",
     "Verified",
     "remove_extent",
+    "unlink_extent",
+    "remove_if_empty",
 ]
 
 Deviation = StorageError | DamagedFile | UnknownFormat | ForeignFile
@@ -305,11 +307,9 @@ def remove_extent(directory: DataDirectory, name: ExtentName) -> bool:
     try:
         with directory.folder(tuple(above)) as namespace_fd:
             with directory.folder(name.folder) as folder_fd:
-                _require_ours(folder_fd, name.file)
-                call("unlink", os.unlink, name.file, dir_fd=folder_fd)
-            _remove_if_empty(namespace_fd, shelf)
-    except (UnknownFormat, ForeignFile):
-        return False
+                if not unlink_extent(folder_fd, name.file):
+                    return False
+            remove_if_empty(namespace_fd, shelf)
     except StorageError as error:
         if error.errno_name != "ENOENT":
             raise
@@ -317,7 +317,18 @@ def remove_extent(directory: DataDirectory, name: ExtentName) -> bool:
     return True
 
 
-def _remove_if_empty(parent_fd: int, name: str) -> None:
+def unlink_extent(folder_fd: int, file: str) -> bool:
+    """`remove_extent` for who has the folder open; nothing is flushed. Raises StorageError, ENOENT among them."""
+    try:
+        _require_ours(folder_fd, file)
+    except (UnknownFormat, ForeignFile):
+        return False
+    call("unlink", os.unlink, file, dir_fd=folder_fd)
+    return True
+
+
+def remove_if_empty(parent_fd: int, name: str) -> None:
+    """rmdir; a folder that is not empty, or not there, is fine. Raises StorageError."""
     try:
         call("rmdir", os.rmdir, name, dir_fd=parent_fd)
     except StorageError as error:

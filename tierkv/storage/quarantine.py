@@ -14,6 +14,7 @@ import re
 import stat
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -90,6 +91,18 @@ class Quarantine:
                 self._keep_bounds(now)
         return self.usage()
 
+    def remove(self, is_meant: Callable[[str, bytes], bool]) -> Usage:
+        """Remove the files of which `is_meant(file, group)` says so; what they took. Not flushed. Raises
+        StorageError."""
+        with self._lock, self._directory.folder((QUARANTINE,), create=True) as fd:
+            self._kept = self._listed()
+            meant = [one for one in self._kept if is_meant(one.file, group_of(one.file))]
+            for one in meant:
+                _unlink(fd, one.file)
+                self._kept.remove(one)
+            self._num_bytes = sum(one.num_bytes for one in self._kept)
+        return Usage(len(meant), sum(one.num_bytes for one in meant))
+
     def usage(self) -> Usage:
         return Usage(len(self._kept), self._num_bytes)
 
@@ -132,6 +145,13 @@ class Quarantine:
                 _unlink(fd, oldest.file)
                 self._kept.popleft()
                 self._num_bytes -= oldest.num_bytes
+
+
+def group_of(file: str) -> bytes:
+    """Whose a file in quarantine was, by its name."""
+    named = _NAME.fullmatch(file)
+    assert named is not None, "only files with such names are kept"
+    return bytes.fromhex(named[4])
 
 
 def _look(fd: int, file: str) -> _Kept | None:

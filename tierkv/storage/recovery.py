@@ -1,6 +1,7 @@
 """The start: what is on disk, told to the core as rows, with as few headers read as the index allows.
 
-    clear tmp/ -> for each group whose identity.json is right: for each folder of its extents:
+    clear tmp/ -> remove what is recorded as being purged
+    -> for each group whose identity.json is right: for each folder of its extents:
         a row whose stamp is the file's                 sent as it is
         a file without one                              its header is read, by several processes where there are many
         a row without a file                            dropped
@@ -27,7 +28,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tierkv.core.instructions import ExtentRow, GroupFound, Recovered, RecoveryProgress, Report, Rows
+from tierkv.core.instructions import (
+    ExtentRow,
+    GroupFound,
+    PurgeResumed,
+    PurgeScope,
+    Recovered,
+    RecoveryProgress,
+    Report,
+    Rows,
+    Swept,
+)
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
@@ -37,9 +48,11 @@ from tierkv.storage.format import ALIGN_BYTES, MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_
 from tierkv.storage.header_pool import FILES_OF_A_JOB, HeaderPool
 from tierkv.storage.header_reader import Finding, HeaderJob, Outcome, Unusable, Usable
 from tierkv.storage.index_row import IndexedFile, Namespace
-from tierkv.storage.names import Parts
+from tierkv.storage.names import PURGES, Parts
 from tierkv.storage.namespace import read_identity
+from tierkv.storage.purge_record import read_records, remove_record
 from tierkv.storage.quarantine import Quarantine
+from tierkv.storage.sweep import covers, hidden_heads, sweep
 from tierkv.storage.system_calls import call
 from tierkv.storage.walk import (
     GroupFolder,
@@ -158,6 +171,8 @@ class _Recovery:
         self._seen: set[Namespace] = set()
         self._unflushed: dict[Parts, None] = {}
         self._uses: dict[bytes, ExtentRow] = {}  # of rows whose file was touched or copied since
+        self._hidden: list[PurgeScope] = []  # is to go and could not be removed
+        self._hides_all = False
         self._headers_wanted = 0
         self._expected = 0
         self._told = clock()
@@ -165,6 +180,7 @@ class _Recovery:
     def run(self) -> Recovered:
         started = self._clock()
         _clear_temp(self._directory, self._counts, self._strays)
+        self._finish_purges()
         count_foreign_in_root(self._directory, self._strays)
         indexed = self._catalog.count()
         self._expected = indexed if isinstance(indexed, int) else 0
@@ -182,9 +198,48 @@ class _Recovery:
         self._log_strays()
         return self._counts.report(self._clock() - started, index_rebuilt=self._catalog.is_rebuilt)
 
+    # ---------------------------------------------------------------- purges under way
+
+    def _finish_purges(self) -> None:
+        """Before anything is told: what was to go, goes. Where that fails it is hidden, and the sweep asked for again
+        later. Where the records can't be read now, everything is: any of it may be what is to go. Raises
+        DataDirectoryError when a record is damaged."""
+        try:
+            records = read_records(self._directory)
+        except StorageError as error:
+            self._strays.skip(f"{PURGES}: {error}: so nothing is looked for, as it may be what a purge is to remove")
+            self._hides_all = True
+            return
+        for record in records:
+            swept, failure = Swept(), None
+            try:
+                swept = sweep(self._directory, self._catalog, self._quarantine, record.scope)
+                remove_record(self._directory, record.purge)
+            except StorageError as error:
+                failure = error
+                self._hidden.append(record.scope)
+                log.warning("purge %s does not get on: %s", record.purge.hex(), error)
+            else:
+                log.info("purge %s was taken up again: %d files removed", record.purge.hex(), swept.files)
+            self._emit(
+                PurgeResumed(
+                    purge=record.purge,
+                    scope=record.scope,
+                    about=record.about,
+                    swept=swept,
+                    reason=None if failure is None else Reason(failure.reason),
+                    problem="" if failure is None else str(failure),
+                )
+            )
+
+    def _is_hidden(self, group: GroupFolder) -> bool:
+        return self._hides_all or any(covers(scope, group.fingerprint, group.group) for scope in self._hidden)
+
     # ---------------------------------------------------------------- the walk
 
     def _walk_group(self, folder: GroupFolder, pool: HeaderPool) -> None:
+        if self._is_hidden(folder):
+            return
         namespaces = find_namespaces(self._directory, folder, self._strays)
         self._seen.update(namespaces)
         try:
@@ -225,12 +280,15 @@ class _Recovery:
         prefix = namespace.pack()
         whole: list[ExtentRow] = []
         wanted: list[bytes] = []
+        hidden = {head for scope in self._hidden for head in hidden_heads(scope, namespace.group)}
         try:
             with self._directory.folder(parts) as folder_fd:
                 self._unflushed.update(dict.fromkeys(self._directory.unflushed(parts)))
                 for entry in list_extents(folder_fd, shelf, self._strays):
                     key = key_of(entry)
                     indexed = known.pop(prefix + key, None)
+                    if key in hidden:
+                        continue
                     if indexed is None:
                         wanted.append(key)
                     elif (status := self._status(entry, parts)) is None:

@@ -63,8 +63,12 @@ def count_foreign_in_root(directory: DataDirectory, strays: Strays) -> None:
 
 def find_groups(directory: DataDirectory, strays: Strays) -> Iterator[GroupFolder]:
     for model in _folders(directory, (MODELS,), _DIGEST, strays):
-        for group in _folders(directory, model_parts(model), _DIGEST, strays, besides=MODEL_FILE):
-            yield GroupFolder(model, bytes.fromhex(group))
+        yield from find_groups_of(directory, model, strays)
+
+
+def find_groups_of(directory: DataDirectory, fingerprint: str, strays: Strays) -> Iterator[GroupFolder]:
+    for group in _folders(directory, model_parts(fingerprint), _DIGEST, strays, besides=MODEL_FILE):
+        yield GroupFolder(fingerprint, bytes.fromhex(group))
 
 
 def find_namespaces(directory: DataDirectory, folder: GroupFolder, strays: Strays) -> list[Namespace]:

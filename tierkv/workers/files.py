@@ -36,6 +36,9 @@ class Files:
     def reached(self, stage: str, write: Write) -> None:
         """A write has come to "temp_written", "before_rename", or "renamed" (its index row is not yet written)."""
 
+    def purge_reached(self, stage: str, purge: bytes) -> None:
+        """A purge has come to "recorded", to a stage of `tierkv.storage.sweep`, or to "crossed out"."""
+
     def read(self, directory: DataDirectory, arena: memoryview, read: Read, identity: Identity | None) -> ReadOutcome:
         return read_blocks(directory, arena, read, identity=identity)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
 from tierkv.core.identity import Identity
-from tierkv.core.instructions import OpenNamespace
+from tierkv.core.instructions import OpenNamespace, PurgeScope
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.namespace import read_identity, write_namespace
+from tierkv.storage.sweep import covers
 
 
 class Groups:
@@ -37,6 +39,18 @@ class Groups:
                 identity = self._on_disk[group] = opened.identity
             return identity
 
+    def forget(self, scope: PurgeScope) -> None:
+        """Whole groups of `scope` are being removed: none of their folders is made again, unless they are opened anew
+        after this."""
+        with self._lock:
+            for known in (self._opened, self._on_disk):
+                for group in [group for group, one in known.items() if covers(scope, _weights(one), group)]:
+                    del known[group]
+
+    def alone(self) -> AbstractContextManager[object]:
+        """While it lasts, no folder is made."""
+        return self._lock
+
     def look_up(self, fingerprint: str, group: bytes) -> Identity | None:
         """The identity of a group that was opened or is on disk, without waiting where it is known. Raises
         StorageError."""
@@ -54,3 +68,7 @@ class Groups:
             if found is not None:
                 known = self._on_disk[group] = found.identity
         return known if known is not None and known.weights == fingerprint else None
+
+
+def _weights(known: OpenNamespace | Identity) -> str:
+    return known.weights if isinstance(known, Identity) else known.identity.weights

@@ -5,7 +5,8 @@
     channel -> main thread -> queue, one extent's operations in order -> io threads -> files
                                                                        -> flusher: directories, then WriteDone
                                                                        -> index writer: rows, in groups
-    health: TierHealth;  pulse: a sign of life, what is stuck;  scrub, while there is one;  supervisor-watch: the end
+    health: TierHealth;  pulse: a sign of life, what is stuck;  scrub, purge: while there is one
+    supervisor-watch: the end
 
 At the start it recovers what is on disk and tells the front, before it reads the first instruction. It ends by Stop,
 when the front or the supervisor is gone, or as a whole when one of its threads dies.
@@ -31,14 +32,17 @@ from tierkv.core.instructions import (
     OpFailed,
     Read,
     ReadDone,
+    RecordPurge,
     Remove,
     Report,
     Scrub,
     SetAside,
     Stop,
     Stopped,
+    SweepPurge,
     Touch,
     Write,
+    Zero,
 )
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError, TierkvError
@@ -58,6 +62,7 @@ from tierkv.workers.key_queue import KeyQueue, Operation, Urgency
 from tierkv.workers.lifeline import EXIT_THREAD_DIED, OnDeath, end_process, end_with_parent, end_with_pipe
 from tierkv.workers.operations import Operations
 from tierkv.workers.pulse import RECEIVER, Pulse
+from tierkv.workers.purger import Purger
 from tierkv.workers.quiet_log import QuietLog
 from tierkv.workers.roll import Roll
 from tierkv.workers.scrubber import Scrubber
@@ -178,6 +183,19 @@ class StorageWorker:
             now=self._now,
             quiet=self._quiet,
         )
+        self._purger = Purger(
+            directory=directory,
+            arena=arena,
+            catalog=self._catalog,
+            quarantine=self._quarantine,
+            groups=self._groups,
+            index=self._index,
+            files=self._files,
+            gate=self._gate,
+            report=self._report,
+            on_death=on_death,
+        )
+        self._stack.callback(self._purger.close, CLOSE_SECONDS)
         self._scrubber = Scrubber(directory, self._operations, self._queue, self._report, on_death=on_death)
         self._stack.callback(self._scrubber.end)
         self._stack.callback(health.close, CLOSE_SECONDS)
@@ -274,6 +292,12 @@ class StorageWorker:
                 self._scrubber.start(instruction)
             case CancelScrub():
                 self._scrubber.cancel(instruction.op)
+            case RecordPurge():
+                self._purger.record(instruction)
+            case SweepPurge():
+                self._purger.sweep(instruction)
+            case Zero():
+                self._zero(instruction)
             case Stop():
                 pass  # `run` has seen to it
 
@@ -308,6 +332,11 @@ class StorageWorker:
                 self._operations.touch_row(row)
             elif not self._submit(name, Urgency.SCRUB, partial(self._operations.touch_file, row), timeout_seconds=0):
                 self._operations.touch_row(row)  # busy: the file's turn comes with a later touch
+
+    def _zero(self, zero: Zero) -> None:
+        run = partial(self._purger.zero, zero)
+        if not self._submit(("zero", zero.op), Urgency.REMOVE, run):
+            run()  # no room in the queue: it is memory only, and must not be left out
 
     def _stop(self, stop: Stop) -> None:
         """Each step gets what is left of the budget."""
@@ -382,10 +411,10 @@ def main(arguments: Sequence[str]) -> int:
     os.close(config.arena_fd)
     try:
         worker = StorageWorker(config, channel, arena, files=load_files(config.files))
+        worker.run()
     except TierkvError as error:
         log.error("%s", error)
         return error.exit_code
-    worker.run()
     return 0
 
 
