@@ -26,8 +26,9 @@ class Arena:
         assert limit_bytes % PAGE_BYTES == 0
         self.populated_bytes = min(limit_bytes, self.populated_bytes + STRETCH_BYTES)
 
-    def tell_limit(self, problem: str) -> None:
+    def tell_limit(self, problem: str, earlier_bytes: int) -> None:
         self.told.append((self.populated_bytes, problem))
+        self.earlier_bytes = earlier_bytes
 
 
 def grow(share: HostShare, arena: Arena) -> list[float | None]:

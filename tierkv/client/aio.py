@@ -29,6 +29,7 @@ from tierkv.client.operators import (
     PROGRESS_SECONDS,
     cancel_job,
     new_job,
+    purge_step,
     status,
     usage,
     verify_step,
@@ -41,7 +42,17 @@ from tierkv.client.verbs import Verbs
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
-from tierkv.wire.messages import Holder, LeasePart, StatusReply, UsageReply, Verify, VerifyReply, Warmup, WarmupReply
+from tierkv.wire.messages import (
+    Holder,
+    LeasePart,
+    PurgeReply,
+    StatusReply,
+    UsageReply,
+    Verify,
+    VerifyReply,
+    Warmup,
+    WarmupReply,
+)
 
 T = TypeVar("T")
 
@@ -126,6 +137,17 @@ class Operator:
     def verify(self, *, repair: bool = False, job: bytes | None = None) -> AsyncIterator[VerifyReply]:
         chosen = job or new_job()
         return self._progress(lambda: verify_step(self._verbs, chosen, repair), Verify, chosen)
+
+    async def purge(
+        self,
+        *,
+        tenant: str | None = None,
+        model: str | None = None,
+        prefix: str | None = None,
+        dry_run: bool = False,
+        job: bytes | None = None,
+    ) -> PurgeReply:
+        return await self._run(purge_step(self._verbs, job or new_job(), tenant, model, prefix, dry_run))
 
     async def is_connected(self) -> bool:
         return await self._run(self._verbs.ping()) is None

@@ -26,6 +26,7 @@ from tierkv.client.operators import (
     PROGRESS_SECONDS,
     cancel_job,
     new_job,
+    purge_step,
     require_timeout,
     status,
     usage,
@@ -39,7 +40,17 @@ from tierkv.client.verbs import Verbs
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
-from tierkv.wire.messages import Holder, LeasePart, StatusReply, UsageReply, Verify, VerifyReply, Warmup, WarmupReply
+from tierkv.wire.messages import (
+    Holder,
+    LeasePart,
+    PurgeReply,
+    StatusReply,
+    UsageReply,
+    Verify,
+    VerifyReply,
+    Warmup,
+    WarmupReply,
+)
 
 T = TypeVar("T")
 
@@ -123,6 +134,21 @@ class Operator:
         each time with what was found since the last."""
         chosen = job or new_job()
         return self._progress(lambda: verify_step(self._verbs, chosen, repair), Verify, chosen)
+
+    def purge(
+        self,
+        *,
+        tenant: str | None = None,
+        model: str | None = None,
+        prefix: str | None = None,
+        dry_run: bool = False,
+        job: bytes | None = None,
+    ) -> PurgeReply:
+        """Make the data of a `tenant` (exactly this salt), a `model` (its fingerprint) or a `prefix` (a block key in
+        hexadecimal) unreachable and have it removed; `dry_run` only says what would go. Not over with the first answer:
+        ask again with the same arguments and `job`, chosen by `new_job`, until it is `finished`. It goes on whether or
+        not anybody asks."""
+        return self._run(purge_step(self._verbs, job or new_job(), tenant, model, prefix, dry_run))
 
     def is_connected(self) -> bool:
         """Whether the node answers now; asks it."""

@@ -1,5 +1,6 @@
 """The verbs of an operator. Unlike an engine's they raise: NodeUnreachable when no node answers, IncompleteError while
-it is recovering, WireError when it refuses. Warmup and Verify are jobs: asked again, with one id, until finished."""
+it is recovering, WireError when it refuses. Warmup, Verify and Purge are jobs: asked again, with one id, until
+finished."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from tierkv.client.verbs import Verbs
 from tierkv.core.reasons import Reason
 from tierkv.errors import ConfigError, IncompleteError, NodeSilent, NodeUnreachable, WireError
 from tierkv.wire.messages import (
+    Purge,
+    PurgeReply,
     Reply,
     Request,
     Status,
@@ -55,6 +58,13 @@ def warmup_step(verbs: Verbs, job: bytes, budget_bytes: int, fingerprint: str) -
 
 def verify_step(verbs: Verbs, job: bytes, repair: bool) -> Verb[VerifyReply]:
     return (yield from _insist(verbs, Verify, VerifyReply, job=job, repair=repair))
+
+
+def purge_step(
+    verbs: Verbs, job: bytes, tenant: str | None, model: str | None, prefix: str | None, dry_run: bool
+) -> Verb[PurgeReply]:
+    fields = {"job": job, "tenant": tenant, "model": model, "prefix": prefix, "dry_run": dry_run}
+    return (yield from _insist(verbs, Purge, PurgeReply, **fields))
 
 
 def cancel_job(verbs: Verbs, kind: type[Warmup] | type[Verify], job: bytes) -> Verb[None]:

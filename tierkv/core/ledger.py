@@ -23,7 +23,7 @@ from tierkv.core.value import EvictionOrder, LeastRecentlyUsed, Rank
 
 Effect = AnyInstruction | Notice
 
-SLOTS_OF_A_WIPE = 4_096
+SLOTS_OF_A_WIPE = 2_048
 BYTES_OF_A_WIPE = 16 * 2**20
 
 

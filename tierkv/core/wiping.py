@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from tierkv.core.instructions import Zero, Zeroed
 from tierkv.core.ledger import Ledger, Wipe
 
+MAX_ASKED = 64
+"""Pieces that are being zeroed at one time: what is told must not fill the way there."""
+
 
 class Wiping:
     """A worker that dies is no reason to take memory for zeroed: the next one is asked again."""
@@ -23,7 +26,7 @@ class Wiping:
     def ask(self) -> None:
         """Pass on what has become due."""
         ledger = self._ledger
-        while ledger.wipes and self._is_somebody_there:
+        while ledger.wipes and self._is_somebody_there and len(self._asked) < MAX_ASKED:
             op, self._next_op = self._next_op, self._next_op + 1
             wipe = self._asked[op] = ledger.wipes.popleft()
             ledger.effects.append(Zero(op, wipe.ranges))

@@ -1,8 +1,8 @@
 """What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
 
     supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
-                           SessionEnded, HostLimit, GatewayHeard, Ping, Shutdown
-    front -> supervisor    Ready, Pong, WorkerRecovered, ReplaceWorker, DirectoryGone, Drained
+                           SessionEnded, HostLimit, MemoryZeroed, GatewayHeard, Ping, Shutdown
+    front -> supervisor    Ready, Pong, WorkerRecovered, ReplaceWorker, DirectoryGone, ZeroMemory, Drained
 
 [descriptors] travel with their message (SCM_RIGHTS). The end of the pair says that the other process is gone.
 """
@@ -65,6 +65,7 @@ class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
     front_restarts: int
     data_dir_problem: str = ""
     host_limit_bytes: int
+    earlier_bytes: int = 0
     wall_zero: float
     monotonic_zero: float
 
@@ -107,8 +108,22 @@ class SessionEnded(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 
 class HostLimit(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """How much of the arena may be used. `earlier_bytes` of earlier fronts' arenas are still mapped by engines."""
+
     num_bytes: int
     problem: str = ""
+    earlier_bytes: int = 0
+
+
+class ZeroMemory(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """Overwrite (offset, bytes) of the arena with zeros, on a node without a storage worker; then say MemoryZeroed."""
+
+    op: int
+    ranges: list[tuple[int, int]]
+
+
+class MemoryZeroed(ControlMessage, frozen=True, kw_only=True, tag=True):
+    op: int
 
 
 class GatewayHeard(ControlMessage, frozen=True, kw_only=True, tag=True):
@@ -184,6 +199,8 @@ AnyControlMessage = (
     | ReplaceWorker
     | DirectoryGone
     | Drained
+    | ZeroMemory
+    | MemoryZeroed
 )
 
 _INT_BYTES = array.array("i").itemsize

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, SealReady, Waiting
-from tierkv.core.instructions import AnyInstruction, OpFailed, Write
+from tierkv.core.instructions import AnyInstruction, OpFailed, Write, Zero
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState
@@ -32,10 +32,16 @@ class CoreFailed(TierkvError):
 
 
 class CoreCalls:
-    """`replace_worker(problem)` asks for another storage worker, as this one reads nothing any more."""
+    """`replace_worker(problem)` asks for another storage worker, as this one reads nothing any more. `zero` is who
+    zeroes memory on a node without one."""
 
     def __init__(
-        self, state: CacheState, mover: Mover, outbox: Outbox, replace_worker: Callable[[str], None] = lambda _: None
+        self,
+        state: CacheState,
+        mover: Mover,
+        outbox: Outbox,
+        replace_worker: Callable[[str], None] = lambda _: None,
+        zero: Callable[[Zero], None] | None = None,
     ) -> None:
         self.state = state
         self.mover = mover
@@ -45,6 +51,7 @@ class CoreCalls:
         self.dropped_extents = 0
         self._outbox = outbox
         self._replace_worker = replace_worker
+        self._zero = zero
 
     def look(self, question: Callable[[], T]) -> T:
         """A question that changes nothing."""
@@ -110,5 +117,7 @@ class CoreCalls:
                     effect.written_bytes,
                     effect.group.hex(),
                 )
+            case Zero() if self._zero is not None:
+                self._zero(effect)
             case _:
                 self.instruct(effect, now)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
-from tierkv.core.instructions import AnyReport, Recovered, TierHealth
+from tierkv.core.instructions import AnyReport, Recovered, TierHealth, Zero, Zeroed
 from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState, Limits
 from tierkv.errors import ConfigError, TierkvError, WireError
@@ -43,6 +43,7 @@ from tierkv.node.control import (
     FrontSettings,
     GatewayHeard,
     HostLimit,
+    MemoryZeroed,
     Ping,
     Pong,
     Ready,
@@ -54,6 +55,7 @@ from tierkv.node.control import (
     WorkerDied,
     WorkerRecovered,
     WorkerStarted,
+    ZeroMemory,
 )
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.draining import Draining
@@ -119,7 +121,8 @@ class Front:
         self._mover = Mover()
         self._router = Router(Path(settings.socket_dir))
         self._outbox = Outbox(self._router.send, self._now)
-        self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker)
+        zero = None if self._has_nvme else self._have_zeroed
+        self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker, zero)
         self._watchdog = Watchdog(settings.hang_seconds)
         self._node = NodeState(
             incarnation=begin.incarnation,
@@ -159,7 +162,7 @@ class Front:
         self._is_idle = False  # nothing could be read in the last round
         self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
         self._is_finished = False
-        self._service.host_limit(begin.host_limit_bytes, self._now())
+        self._service.host_limit(begin.host_limit_bytes, self._now(), earlier_bytes=begin.earlier_bytes)
         if self._has_nvme:
             _begin_bulk_loading()
 
@@ -291,7 +294,9 @@ class Front:
                 self._service.worker_died(now)
             case HostLimit():
                 self._node.host_problem = message.problem
-                self._service.host_limit(message.num_bytes, now)
+                self._service.host_limit(message.num_bytes, now, earlier_bytes=message.earlier_bytes)
+            case MemoryZeroed():
+                self._service.on_report(Zeroed(message.op), now)
             case GatewayHeard():
                 self._node.gateway_heard = message
                 self._node.gateway_heard_at = now
@@ -355,6 +360,9 @@ class Front:
     def _replace_worker(self, problem: str) -> None:
         log.error("the storage worker can't be spoken to any more: %s", problem)
         self._control.send(ReplaceWorker(pid=self._mover.worker.pid, problem=problem))
+
+    def _have_zeroed(self, zero: Zero) -> None:
+        self._control.send(ZeroMemory(op=zero.op, ranges=zero.ranges))
 
     # ---- the rest
 

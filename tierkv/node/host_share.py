@@ -22,9 +22,14 @@ class HostShare:
         self._held: dict[int, int] = {}  # incarnation -> bytes of its arena that engines may still have mapped
 
     @property
+    def held_bytes(self) -> int:
+        """Of arenas of earlier fronts."""
+        return sum(self._held.values())
+
+    @property
     def limit_bytes(self) -> int:
         """Whole pages."""
-        return max(0, self._host_bytes - sum(self._held.values())) // PAGE_BYTES * PAGE_BYTES
+        return max(0, self._host_bytes - self.held_bytes) // PAGE_BYTES * PAGE_BYTES
 
     def hold(self, incarnation: int, num_bytes: int) -> None:
         """A front has died while engines have its arena mapped."""
@@ -39,10 +44,10 @@ class HostShare:
         what it may have."""
         missing = self.limit_bytes - incarnation.populated_bytes
         if missing <= 0:
-            incarnation.tell_limit(self._describe_held())
+            incarnation.tell_limit(self._describe_held(), self.held_bytes)
             return None
         problem = self._populate(incarnation, missing)
-        incarnation.tell_limit(problem or self._describe_held())
+        incarnation.tell_limit(problem or self._describe_held(), self.held_bytes)
         return now + RETRY_SECONDS if problem else now
 
     def _populate(self, incarnation: Incarnation, missing: int) -> str:
@@ -59,5 +64,4 @@ class HostShare:
     def _describe_held(self) -> str:
         if not self._held:
             return ""
-        held = sum(self._held.values())
-        return f"host memory: {held} bytes are still mapped by engines of {len(self._held)} earlier front(s)"
+        return f"host memory: {self.held_bytes} bytes are still mapped by engines of {len(self._held)} earlier front(s)"

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 
 from tierkv.config import Settings
 from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only, populate_stretches
+from tierkv.node.arena_wiper import ArenaWiper
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
-from tierkv.node.control import Begin, FrontSettings, HostLimit, WorkerStarted, control_pair
+from tierkv.node.control import Begin, FrontSettings, HostLimit, MemoryZeroed, WorkerStarted, control_pair
 from tierkv.node.sessions import Memory
 from tierkv.node.socket_folder import node_endpoint
 from tierkv.node.worker_command import WorkerResources, start_worker
@@ -33,6 +34,7 @@ class Incarnation:
         *,
         front_restarts: int,
         data_dir_problem: str = "",
+        earlier_bytes: int = 0,
     ) -> None:
         self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
         self.is_ready = False
@@ -64,9 +66,11 @@ class Incarnation:
             front_restarts=front_restarts,
             data_dir_problem=data_dir_problem,
             host_limit_bytes=0,
+            earlier_bytes=earlier_bytes,
             wall_zero=clock.wall_zero,
             monotonic_zero=clock.monotonic_zero,
         )
+        self.wiper = ArenaWiper(self._arena.fd)
         self.control.send(begin, [self._generations.fd])
 
     # ---- memory
@@ -77,8 +81,13 @@ class Incarnation:
             self._arena.fd, self.populated_bytes, limit_bytes, huge_pages=self._huge_pages
         )
 
-    def tell_limit(self, problem: str) -> None:
-        self.control.send(HostLimit(num_bytes=self.populated_bytes, problem=problem))
+    def tell_limit(self, problem: str, earlier_bytes: int) -> None:
+        self.control.send(HostLimit(num_bytes=self.populated_bytes, problem=problem, earlier_bytes=earlier_bytes))
+
+    def zero_some(self) -> None:
+        """A slice of what the front wants zeroed."""
+        for op in self.wiper.step():
+            self.control.send(MemoryZeroed(op=op))
 
     def memory(self) -> Memory:
         """What a session gets."""

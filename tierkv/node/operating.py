@@ -1,4 +1,4 @@
-"""Requests of operators: Status, Usage, Warmup, Verify."""
+"""Requests of operators: Status, Usage, Warmup, Verify, Purge."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from tierkv.core.instructions import ScrubProgress
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
+from tierkv.node.purging import Purging
 from tierkv.node.replies import no_warmup, warmup_reply
 from tierkv.node.waiting import Asker
-from tierkv.wire.messages import Error, ErrorCode, Reply, Request, Status, Usage, Verify, Warmup
+from tierkv.wire.messages import Error, ErrorCode, Purge, Reply, Request, Status, Usage, Verify, Warmup
 
 
 class Operating:
@@ -34,6 +35,7 @@ class Operating:
             Usage: lambda request, _asker, _now: usage(request.id),
             Warmup: self._warmup,
             Verify: self._verify,
+            Purge: Purging(core).ask,
         }
 
     def on_progress(self, report: ScrubProgress) -> None:

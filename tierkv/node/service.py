@@ -208,8 +208,8 @@ class Service:
     def worker_died(self, now: float) -> None:
         self._core.do(now, lambda: self._state.worker_died(now))
 
-    def host_limit(self, num_bytes: int, now: float) -> None:
-        self._core.do(now, lambda: self._state.host_limit(num_bytes, now))
+    def host_limit(self, num_bytes: int, now: float, *, earlier_bytes: int = 0) -> None:
+        self._core.do(now, lambda: self._state.host_limit(num_bytes, now, earlier_bytes=earlier_bytes))
 
     def nvme_limit(self, num_bytes: int, now: float) -> None:
         self._core.do(now, lambda: self._state.nvme_limit(num_bytes, now))

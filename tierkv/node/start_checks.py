@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import socket
+from pathlib import Path
 
 from tierkv.config import Settings
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, StorageError
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.purge_record import read_records
+
+
+def require_purge_records(path: Path) -> None:
+    """What is being purged can be told. Raises DataDirectoryError for a record that is damaged: then nobody knows what
+    must not be served. One that can't be read now is the worker's to mind."""
+    with (
+        DataDirectory.open(path, create=False, writable=False) as directory,
+        contextlib.suppress(StorageError),
+    ):
+        read_records(directory)
 
 
 def require_metrics_address(settings: Settings) -> None:

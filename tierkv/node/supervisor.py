@@ -44,6 +44,7 @@ from tierkv.node.control import (
     Shutdown,
     WorkerDied,
     WorkerRecovered,
+    ZeroMemory,
 )
 from tierkv.node.gateway_process import GatewayProcess
 from tierkv.node.held_directory import HeldDirectory
@@ -59,7 +60,7 @@ from tierkv.node.socket_folder import (
     remove_inline_sockets,
     remove_sockets,
 )
-from tierkv.node.start_checks import raise_descriptor_limit, require_metrics_address
+from tierkv.node.start_checks import raise_descriptor_limit, require_metrics_address, require_purge_records
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.node.watchdog import Verdict, Watchdog
 from tierkv.wire.session import SESSION_SOCKET_NAME
@@ -102,6 +103,7 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
             try:
                 taken = HeldDirectory.take(settings.data_dir, settings.lock_wait_seconds, read_only=settings.read_only)
                 held = owned.enter_context(taken)
+                require_purge_records(settings.data_dir)
             except DataDirectoryNewer as error:  # after a way back: what memory can do is done without it
                 data_dir_problem = f"no nvme tier: {error}"
                 log.error("%s; serving from memory alone", error)
@@ -229,6 +231,8 @@ class Supervisor:
             self._end_due,
             self._sessions.next_deadline(),
         )
+        if self._incarnation is not None and self._incarnation.wiper.has_work:
+            return 0.0
         due = min(time for time in times if time is not None)
         return max(0.0, (due - time.monotonic()) * 1000 + 1)  # a millisecond late rather than a round early
 
@@ -241,6 +245,8 @@ class Supervisor:
             self._worker_due = None
             self._start_worker(now)
         self._gateway.start_if_due(now)
+        if self._incarnation is not None and self._incarnation.wiper.has_work:
+            self._incarnation.zero_some()
         if self._growth_due is not None and self._growth_due <= now:
             self._growth_due = self._host_share.grow(self._incarnation, now) if self._incarnation else None
         if self._socket_check_due <= now:
@@ -268,6 +274,7 @@ class Supervisor:
                 lock_fd,
                 front_restarts=restarts,
                 data_dir_problem=self._data_dir_problem,
+                earlier_bytes=self._host_share.held_bytes,
             )
         except ConfigError as error:
             log.error("no new front: %s", error)
@@ -443,6 +450,8 @@ class Supervisor:
                 if incarnation.worker is not None and incarnation.worker.pid == message.pid:
                     log.error("replacing storage worker %d: %s", message.pid, message.problem)
                     incarnation.worker.kill()
+            case ZeroMemory():
+                incarnation.wiper.add(message.op, message.ranges)
             case Drained():
                 self._drained = message
             case _:

@@ -25,12 +25,16 @@ MAX_FRAME_BYTES = 16 * 2**20
 MAX_BLOCKS = 65_536  # of one request: two million tokens in blocks of 32
 MAX_PAYLOAD_BYTES = 2**20  # of blocks in one Fetch or Put: what others wait for while it is copied
 MAX_TEXT = 4_096
+MAX_SALT = MAX_FRAME_BYTES
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 GrantId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Keys = Annotated[bytes, Meta(max_length=32 * MAX_BLOCKS)]
 Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
+Salt = Annotated[str, Meta(max_length=MAX_SALT)]
+Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+KeyDigits = Annotated[str, Meta(pattern="^[0-9a-f]{16,64}$")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, Meta(ge=0, le=65_535)]
@@ -542,6 +546,76 @@ class Verify(Request, frozen=True, kw_only=True, tag=True):
     cancel: bool = False
 
 
+class PurgedGroup(msgspec.Struct, frozen=True):
+    """What a group had when the purge was asked for. `salt` is the first 8 hex digits of the salt's digest."""
+
+    fingerprint: str
+    group: bytes
+    model_name: str
+    salt: str
+    extents: int
+    blocks: int
+
+
+class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
+    """A receipt, as far as it goes. `phase`: preview (nothing was done), removing, unreachable (no tier has any of it,
+    across a power loss; some bytes are still held), gone. Ask again with the same `job` until `finished`.
+
+    What was found when it was asked for: `extents`, `blocks`, `tokens`, `host_bytes`, `nvme_bytes`. What has been
+    removed from disk: `removed_files` and their bytes, those in quarantine and temp files of dead writers apart, and
+    `index_rows`. What still holds some of it: `leases` and `tickets` of engines with `held_bytes`, `wiping_bytes` of
+    host memory that are being zeroed, and `earlier_bytes`: arenas of earlier fronts that engines still have mapped.
+    What was left: `left_files` that are not tierkv's or of a newer format, and `unknown_groups` on disk that don't say
+    whose they are. `recorded`: the purge would be gone on with after a crash. Times are the node's, 0 for not yet.
+    `reason`: why it does not get on; it is tried again every second.
+    """
+
+    phase: str
+    finished: bool
+    groups: tuple[PurgedGroup, ...]
+    extents: Count
+    blocks: Count
+    tokens: Count
+    host_bytes: Count
+    nvme_bytes: Count
+    removed_files: Count
+    removed_bytes: Count
+    quarantined_files: Count
+    quarantined_bytes: Count
+    temp_files: Count
+    temp_bytes: Count
+    index_rows: Count
+    left_files: Count
+    unknown_groups: Count
+    leases: Count
+    tickets: Count
+    held_bytes: Count
+    wiping_bytes: Count
+    earlier_bytes: Count
+    recorded: bool
+    asked: float
+    unreachable: float
+    gone: float
+    reason: str = ""
+
+
+class Purge(Request, frozen=True, kw_only=True, tag=True):
+    """Make data unreachable for good, in every tier: of a `tenant` (exactly this salt; empty: of those without one), of
+    a `model` (its fingerprint), or of a `prefix` (a block key in hexadecimal, or its first 16 digits or more) with all
+    that hangs on it. One of the three; none of them: how the known `job` is doing. With `dry_run` nothing is done.
+
+    A purge goes on when nobody asks about it any more, and after a crash when it is `recorded`. Tickets that are open
+    can't be committed any more; what is stored from now on is kept."""
+
+    reply: ClassVar[type[Reply]] = PurgeReply
+
+    job: GrantId
+    tenant: Salt | None = None
+    model: Fingerprint | None = None
+    prefix: KeyDigits | None = None
+    dry_run: bool = False
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -559,6 +633,7 @@ AnyRequest = (
     | Status
     | Warmup
     | Verify
+    | Purge
 )
 AnyReply = (
     Error
@@ -576,4 +651,5 @@ AnyReply = (
     | StatusReply
     | WarmupReply
     | VerifyReply
+    | PurgeReply
 )

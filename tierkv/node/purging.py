@@ -1,0 +1,110 @@
+"""Purge requests, and receipts as messages."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant, What
+from tierkv.core.purges import PurgedGroup, PurgePhase, PurgeState
+from tierkv.node.core_calls import CoreCalls
+from tierkv.node.waiting import Asker
+from tierkv.wire import messages
+from tierkv.wire.messages import Error, ErrorCode, Purge, PurgeReply, Reply
+
+MAX_UNFINISHED = 16
+
+
+class Purging:
+    """A purge is the core's: it goes on whoever asks about it."""
+
+    def __init__(self, core: CoreCalls) -> None:
+        self._core = core
+        self._state = core.state
+        self._unfinished: set[bytes] = set()
+
+    def ask(self, request: Purge, _asker: Asker, now: float) -> Reply:
+        meant = [
+            what
+            for what in (
+                None if request.tenant is None else OfTenant(request.tenant),
+                None if request.model is None else OfModel(request.model),
+                None if request.prefix is None else OfPrefix(request.prefix),
+            )
+            if what is not None
+        ]
+        if len(meant) > 1:
+            problem = "tenant, model and prefix are three purges; ask for one"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tenant")
+        if request.dry_run and meant:
+            return self._reply(request, self._core.look(lambda: self._state.preview_purge(meant[0], now)))
+        known = self._core.look(lambda: self._state.purge_progress(request.job))
+        if known is not None:
+            return self._reply(request, known)
+        if not meant:
+            problem = "this front knows no such purge: it may be over; ask for it again to be sure"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
+        return self._start(request, meant[0], now)
+
+    def _start(self, request: Purge, what: What, now: float) -> Reply:
+        progress = self._core.look(lambda: {job: self._state.purge_progress(job) for job in self._unfinished})
+        self._unfinished = {job for job, state in progress.items() if state and state.phase is not PurgePhase.GONE}
+        if len(self._unfinished) >= MAX_UNFINISHED:
+            problem = f"{MAX_UNFINISHED} purges are not through yet; wait for one of them"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
+        answer = self._core.ask(now, lambda: self._state.start_purge(request.job, what, now))
+        if isinstance(answer, PurgeState):
+            self._unfinished.add(request.job)
+        return self._reply(request, answer)
+
+    def _reply(self, request: Purge, answer: PurgeState | NotOne) -> Reply:
+        if isinstance(answer, PurgeState):
+            return purge_reply(request.id, answer)
+        found = "no block" if not answer.found else f"{answer.found} blocks"
+        problem = f"{found} known here with a key that begins with {request.prefix}; name one, by more of its digits"
+        return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="prefix")
+
+
+def purge_reply(request_id: int, state: PurgeState) -> PurgeReply:
+    about, swept = state.about, state.swept
+    return PurgeReply(
+        id=request_id,
+        phase=state.phase,
+        finished=state.phase in (PurgePhase.GONE, PurgePhase.PREVIEW),
+        groups=tuple(map(_group, state.groups)),
+        extents=about.extents,
+        blocks=about.blocks,
+        tokens=about.tokens,
+        host_bytes=about.host_bytes,
+        nvme_bytes=about.nvme_bytes,
+        removed_files=swept.files,
+        removed_bytes=swept.file_bytes,
+        quarantined_files=swept.quarantined_files,
+        quarantined_bytes=swept.quarantined_bytes,
+        temp_files=swept.temp_files,
+        temp_bytes=swept.temp_bytes,
+        index_rows=swept.index_rows,
+        left_files=swept.left_files,
+        unknown_groups=swept.unknown_groups,
+        leases=state.leases,
+        tickets=state.tickets,
+        held_bytes=state.held_bytes,
+        wiping_bytes=state.wiping_bytes,
+        earlier_bytes=state.earlier_bytes,
+        recorded=state.recorded,
+        asked=about.asked,
+        unreachable=state.unreachable,
+        gone=state.gone,
+        reason=state.reason or "",
+    )
+
+
+def _group(group: PurgedGroup) -> messages.PurgedGroup:
+    identity = group.spec.identity
+    return messages.PurgedGroup(
+        fingerprint=identity.weights,
+        group=group.spec.group,
+        model_name=group.spec.model_name,
+        salt=blake3(identity.salt.encode()).hexdigest()[:8] if identity.salt else "",
+        extents=group.extents,
+        blocks=group.blocks,
+    )
