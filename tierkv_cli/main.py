@@ -29,6 +29,7 @@ COMMANDS = {
     "warmup": "Bring what was used last from NVMe to memory.",
     "verify": "Check every file on disk against its checksums.",
     "torture": "Put a node of its own under every fault there is.",
+    "purge": "Make data unreachable and remove it from every tier.",
     "fingerprint": "Print a model's fingerprint and its files.",
     "config": "Show the settings in force and where each came from.",
 }
