@@ -42,6 +42,7 @@ LOOPS: tuple[Loop, ...] = (
     Loop("storage", "health", "looks at room and faults once a second", _WORKER_ENDS),
     Loop("storage", "pulse", "says once a second that the process lives, and what is stuck in it", _WORKER_ENDS),
     Loop("storage", "scrub", "verifies files, while there is a scrub", _WORKER_ENDS),
+    Loop("storage", "purge", "removes what is purged from disk, while there is such work", _WORKER_ENDS),
     Loop("storage", "supervisor-watch", "ends the process when the supervisor is gone", _WORKER_ENDS),
 )  # fmt: skip
 

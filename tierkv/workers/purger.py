@@ -72,6 +72,7 @@ class Purger:
         self._records: dict[bytes, PurgeRecord] = {}
         self._unrecorded: set[bytes] = set()
         self._threads: list[Thread] = []
+        self._num_sweeps = 0
 
     def record(self, order: RecordPurge) -> None:
         """Reports at once. A full disk does not keep a purge from going on: what it removes makes room."""
@@ -91,8 +92,9 @@ class Purger:
 
     def sweep(self, order: SweepPurge) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        name = f"purge-{order.purge.hex()[:8]}"
-        self._threads.append(start_thread(name, partial(self._sweep, order.purge), on_death=self._on_death))
+        self._num_sweeps += 1
+        work = partial(self._sweep, order.purge)
+        self._threads.append(start_thread(f"purge-{self._num_sweeps}", work, on_death=self._on_death))
 
     def zero(self, order: Zero) -> None:
         for offset, num_bytes in order.ranges:
