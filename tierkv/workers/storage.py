@@ -411,8 +411,12 @@ def main(arguments: Sequence[str]) -> int:
     os.close(config.arena_fd)
     try:
         worker = StorageWorker(config, channel, arena, files=load_files(config.files))
-        worker.run()
     except TierkvError as error:
+        log.error("%s", error)
+        return error.exit_code
+    try:
+        worker.run()
+    except DataDirectoryError as error:  # what is to be purged can't be told
         log.error("%s", error)
         return error.exit_code
     return 0
