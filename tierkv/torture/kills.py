@@ -24,6 +24,23 @@ def anytime(round_: Round, scenario: Scenario) -> None:
     round_.wait_back(scenario.victim)
 
 
+def one_after_the_other(round_: Round, scenario: Scenario) -> None:
+    """Two at nearly the same moment: the one that the stage names, then the victim, before anybody has come back."""
+    round_.anytime()
+    round_.kill(scenario.stage, "first of two", held=False)
+    round_.anytime(0.1)
+    round_.kill(scenario.victim, f"after {scenario.stage}", held=False)
+    round_.wait_back(scenario.victim)
+
+
+def beside_one_that_stands_still(round_: Round, scenario: Scenario) -> None:
+    """The one that the stage names is stopped; another one is killed meanwhile."""
+    with round_.stopped(scenario.stage):
+        round_.anytime()
+        round_.kill(scenario.victim, f"beside a stopped {scenario.stage}")
+    round_.wait_back(scenario.victim)
+
+
 def while_storing(round_: Round, scenario: Scenario) -> None:
     """Somebody of the node's own processes is held on the way of an extent to its file."""
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from tierkv.torture.breaking import INDEX_FAULTS
 from tierkv.torture.kills import (
     anytime,
+    beside_one_that_stands_still,
     commit_answered_to_nobody,
     commit_not_read,
     inside_a_lease,
+    one_after_the_other,
     stopped_and_started,
     ticket_not_committed,
     while_copying,
@@ -33,6 +35,7 @@ from tierkv.torture.troubles import (
     calm,
     flipped_bits,
     full_disk,
+    killed_while_full,
     pause,
     pause_engine,
     sick_disk,
@@ -90,6 +93,8 @@ ROOMY = Conditions(
         *scenarios(commit_not_read, commit_sent="engine front"),
         *scenarios(inside_a_lease, leased="engine"),
         *scenarios(while_copying, copying="engine front front"),
+        *scenarios(one_after_the_other, front="supervisor", storage="front supervisor"),
+        *scenarios(beside_one_that_stands_still, storage="front supervisor", front="storage"),
     ),
 )
 """NVMe has room for all: what was flushed must be there."""
@@ -111,6 +116,7 @@ FAILING = Conditions(
         *scenarios(while_storing, renamed="storage", flushed="front", before_remove="supervisor"),
         *scenarios(while_promoting, read_half="storage front"),
         *scenarios(while_copying, copying="front"),
+        *scenarios(killed_while_full, ENOSPC="storage supervisor", EDQUOT="front"),
     ),
     error_part=0.02,
 )
@@ -133,14 +139,13 @@ STEADY = Conditions(
     "steady",
     (
         *PAUSES,
-        *PAUSES,
         *scenarios(full_disk, ENOSPC="nobody", EDQUOT="nobody"),
         *scenarios(sick_disk, EIO="nobody", EROFS="nobody"),
-        *scenarios(anytime, anytime="engine engine engine engine"),
+        *scenarios(anytime, anytime="engine engine"),
         *scenarios(commit_answered_to_nobody, before_commit="engine"),
         *scenarios(ticket_not_committed, reserved="engine"),
         *scenarios(inside_a_lease, leased="engine"),
-        *scenarios(calm, calm="nobody nobody nobody nobody"),
+        *scenarios(calm, calm="nobody nobody"),
     ),
 )
 """No process of the node is killed, so that what grows shows."""

@@ -43,6 +43,7 @@ FILES = "tierkv.torture.files:TorturedFiles"
 REPLACED = ("worker=tierkv.torture.worker", "front=tierkv.torture.front")
 HOST_BYTES = "8MiB"
 
+PATIENCE_SECONDS = 180
 BACK_SECONDS = 240.0
 HELD_SECONDS = 240.0
 SOON_SECONDS = 120.0
@@ -80,6 +81,8 @@ class Round:
             nvme_reserve_bytes="16MiB",
             seal_after_seconds="1",
             lock_wait_seconds="60",
+            hang_seconds=str(PATIENCE_SECONDS),  # who is held on a busy machine is not hung
+            stuck_seconds=str(PATIENCE_SECONDS),
         )
         self._engines: list[EngineProcess] = []
         self._next_engine = 1
@@ -105,6 +108,7 @@ class Round:
     def play(self, plan: list[Scenario], go_on: Callable[[], bool]) -> float:
         """As much of the plan as there is time for, as `go_on` says before each step, and then the reckoning, which
         took the seconds that are returned."""
+        self.verdict.trail.clear()
         self.node.start()
         for _ in range(2):
             self._add_engine(runs=True)
@@ -113,9 +117,11 @@ class Round:
         for scenario in plan:
             if not go_on() or not self._has_room():
                 break
+            self.verdict.trail.append(f"{scenario.act.__name__}: {scenario.victim} {scenario.stage}")
             scenario.play(self)
             self._look_at_memory()
         began = time.monotonic()
+        self.verdict.trail.append("reckoning")
         Reckoning(self).make()
         self.verdict.rounds[self.conditions.name] += 1
         return time.monotonic() - began
@@ -170,6 +176,7 @@ class Round:
         """What was flushed is there, and what is loaded is right."""
         self.take_events()
         self.read_log()
+        self._require_bounds()
         claims = list(self.claims)
         matches = claims if everything else self._sample(claims, MATCHES_OF_A_LOOK)
         loads = matches if everything else self._sample(matches, LOADS_OF_A_LOOK if loads_too else 0)
@@ -354,6 +361,13 @@ class Round:
         pids |= {f"engine {engine.number}": engine.pid for engine in self._engines}
         for problem in self._memory.look(pids):
             self.leak("memory", problem)
+
+    def _require_bounds(self) -> None:
+        """Each tier keeps within its capacity, by its books and on disk."""
+        status = wait_until(self.node.status, "the node tells its status", SOON_SECONDS)
+        for tier in status.tiers:
+            taken = tier.used_bytes + tier.reserved_bytes + tier.overhead_bytes
+            self.require(taken <= tier.capacity_bytes, f"{tier.tier} keeps within its capacity: {tier}")
 
     def _has_room(self) -> bool:
         """Nothing shall be evicted where that would look like a loss."""

@@ -54,6 +54,14 @@ def full_disk(round_: Round, scenario: Scenario) -> None:
     round_.verdict.episodes["disk full"] += 1
 
 
+def killed_while_full(round_: Round, scenario: Scenario) -> None:
+    """There is no room, somebody dies of something else, and what comes after it finds no room either."""
+    _close_tier(round_, Mood(error_part=round_.usual_mood.error_part, quota_bytes=0, errno_name=scenario.stage))
+    round_.kill(scenario.victim, "on a full disk", held=False)
+    round_.wait_back(scenario.victim)
+    _open_tier(round_)
+
+
 def sick_disk(round_: Round, scenario: Scenario) -> None:
     """Whatever is written fails, and later it doesn't."""
     _with_closed_tier(round_, Mood(quota_bytes=0, errno_name=scenario.stage))
@@ -61,6 +69,11 @@ def sick_disk(round_: Round, scenario: Scenario) -> None:
 
 
 def _with_closed_tier(round_: Round, mood: Mood) -> None:
+    _close_tier(round_, mood)
+    _open_tier(round_)
+
+
+def _close_tier(round_: Round, mood: Mood) -> None:
     round_.set_mood(mood)
 
     def is_closed() -> bool:
@@ -70,6 +83,10 @@ def _with_closed_tier(round_: Round, mood: Mood) -> None:
         return round_.nvme().state != "ok"
 
     round_.wait(is_closed, "the NVMe tier is closed when nothing can be written", TROUBLE_SECONDS)
+
+
+def _open_tier(round_: Round) -> None:
+    """What was flushed is there while nothing can be written; then it can, and is noticed."""
     round_.look()
     round_.set_mood(round_.usual_mood)
     round_.wait(lambda: round_.nvme().state == "ok", "the NVMe tier is open again by itself", TROUBLE_SECONDS)

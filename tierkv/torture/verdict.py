@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+STEPS_SHOWN = 20
 LEAKS = ("descriptors", "memory", "slots", "temp files", "processes", "sockets")
 
 
@@ -17,7 +18,8 @@ class Found(AssertionError):
 class Verdict:
     """`operations` by kind; `kills` by victim, of which `held` found it at a barrier or between two steps; `episodes`
     are faults without a kill. Of the prefixes that were reported flushed, `absent` were evicted since, or damaged, on
-    purpose. Findings say in words what, whose and where; `broken` are promises that have no line of their own."""
+    purpose. Findings say in words what, whose and where; `broken` are promises that have no line of their own. `trail`
+    names the steps of the last round, the last of which was under way when something was found."""
 
     seed: int
     operations: Counter[str] = field(default_factory=Counter)
@@ -35,6 +37,7 @@ class Verdict:
     lost: list[str] = field(default_factory=list)
     leaks: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in LEAKS})
     broken: list[str] = field(default_factory=list)
+    trail: list[str] = field(default_factory=list)
 
     @property
     def findings(self) -> list[str]:
@@ -77,4 +80,5 @@ class Verdict:
             "leaks": {name: len(several) for name, several in self.leaks.items()},
             "broken": len(self.broken),
             "findings": self.findings,
+            "last_steps": self.trail[-STEPS_SHOWN:],
         }
