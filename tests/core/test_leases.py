@@ -133,6 +133,25 @@ def test_a_lease_is_what_all_its_ranks_could_read_and_says_why_it_is_not_more(
     assert bench.match(prompt) == (blocks, blocks)
 
 
+def test_an_error_that_one_rank_met_is_told_though_another_one_reads_on() -> None:
+    bench = Bench(host_slots=4, ranks=2)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    bench.start()
+    assert isinstance(bench.acquire(prompt, ranks=(0, 1)), Waiting)
+    first, second = bench.worker.waiting
+    bench.worker.run(first, Reason.IO_ERROR, valid=1)
+    bench.hear()
+    assert bench.notices == []
+    bench.worker.run(second)
+    bench.hear()
+    lease = bench.ready()
+    assert (lease.blocks, lease.reason) == (1, Reason.IO_ERROR)
+    bench.check_lease(prompt, lease)
+    bench.release(lease)
+    assert bench.load(prompt, ranks=(0, 1)).blocks == 2
+
+
 def _slots(lease: Lease) -> tuple[list[int], list[int]]:
     (part,) = lease.parts
     return part.offsets, part.generations
