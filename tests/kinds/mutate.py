@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from queue import SimpleQueue
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -70,15 +71,23 @@ def try_all(mutations: Sequence[Mutation], root: Path = ROOT) -> list[Verdict]:
         clean = Path(folder) / "clean"
         _copy(root, clean)
         bad = _failing_already(clean, {mutation.test for mutation in mutations})
+        workshops: SimpleQueue[Path] = SimpleQueue()
+        for number in range(min(PROCESSES, len(mutations))):
+            _copy(clean, Path(folder) / f"{number}")
+            workshops.put(Path(folder) / f"{number}")
 
-        def judge(numbered: tuple[int, Mutation]) -> Verdict:
-            number, mutation = numbered
+        def judge(mutation: Mutation) -> Verdict:
             if mutation.test in bad:
                 return Verdict(Outcome.BROKEN, 0, "the test fails, or is not there, without the mutation too")
-            return _try(mutation, clean, Path(folder) / f"{number}")
+            workshop = workshops.get()
+            try:
+                return _try(mutation, clean, workshop)
+            finally:
+                shutil.copy2(clean / mutation.file, workshop / mutation.file)
+                workshops.put(workshop)
 
         with ThreadPoolExecutor(PROCESSES) as pool:
-            return list(pool.map(judge, enumerate(mutations)))
+            return list(pool.map(judge, mutations))
 
 
 def show(chosen: Iterable[tuple[str, Mutation]], verdicts: Iterable[Verdict]) -> None:
@@ -116,11 +125,10 @@ def _try(mutation: Mutation, clean: Path, folder: Path) -> Verdict:
     text = (clean / mutation.file).read_text()
     if text.count(mutation.find) != 1:
         return Verdict(Outcome.BROKEN, 0, f"its text is in {mutation.file} {text.count(mutation.find)} times")
-    _copy(clean, folder)
     (folder / mutation.file).write_text(text.replace(mutation.find, mutation.replace))
-    code, report = _pytest(folder, [mutation.test])
+    # Times of files are whole seconds to the compiler: what it made of one mutation must not be taken for the next.
+    code, report = _pytest(folder, [mutation.test], PYTHONDONTWRITEBYTECODE="1")
     seconds = time.monotonic() - started
-    shutil.rmtree(folder)
     if code == 0:
         return Verdict(Outcome.SURVIVED, seconds)
     if code == 1 and _has_failed_test(report):
@@ -128,14 +136,15 @@ def _try(mutation: Mutation, clean: Path, folder: Path) -> Verdict:
     return Verdict(Outcome.BROKEN, seconds, f"pytest ended with {code}, and no test failed")
 
 
-def _pytest(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
+def _pytest(folder: Path, tests: Sequence[str], **env: str) -> tuple[int, str]:
     """Exit code and report (JUnit XML) of the tests, with the code of `folder`, which comes first on the path."""
     report = folder / "report.xml"
+    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
     ended = subprocess.run(
         [*command, *tests],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": str(folder), **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=TIMEOUT_SECONDS,

@@ -27,7 +27,8 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_only_a_failing_test_kills(tree: Path) -> None:  # a second: six runs of pytest
+@pytest.mark.timeout(300)
+def test_only_a_failing_test_kills(tree: Path) -> None:  # seconds: seven runs of pytest
     before = (tree / "tierkv/x.py").read_bytes()
     verdicts = try_all(
         [
