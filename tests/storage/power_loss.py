@@ -242,6 +242,7 @@ class Life:
                         told.extend(ExtentName(fingerprint, group, rank, row.key) for row in rows)
                     case Recovered():
                         self.recorder.note(Found(tuple(told)))
+                        told.clear()
             send(channel, messages, **kwargs)
 
         def noting_apply(catalog: Catalog, changes: Sequence[Change]) -> Applied | IndexFailed:

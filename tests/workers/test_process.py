@@ -182,6 +182,10 @@ class HoldingRow(Holding):
     stage = "renamed"
 
 
+@pytest.mark.scenario(
+    "B118",
+    then="what a killed writer had in tmp/ is gone after the next start, which says how many files and bytes that were",
+)
 @pytest.mark.parametrize(("holding", "published"), [(HoldingTemp, False), (HoldingRename, False), (HoldingRow, True)])
 def test_a_kill_at_any_stage_of_a_write_leaves_it_whole_or_absent(
     root: Path, arena: Arena, holding: type[Holding], published: bool, capfd: pytest.CaptureFixture[str]
@@ -199,6 +203,7 @@ def test_a_kill_at_any_stage_of_a_write_leaves_it_whole_or_absent(
         recovered = desk.recovered()
         assert recovered.extents == 1 + published
         assert recovered.temp_removed == 1 - published
+        assert (recovered.temp_bytes > 0) == (not published)
         assert recovered.quarantined == 0
         assert desk.load(flushed, 1).valid == 3
         assert desk.load(victim, 2).valid == (3 if published else 0)

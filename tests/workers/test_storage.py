@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -287,6 +288,26 @@ def test_a_file_of_a_newer_format_is_left_where_it_is(root: Path) -> None:
         assert refused.reason == Reason.UNKNOWN_FORMAT
         assert path_of(root, sample).exists()
         assert desk.store(Sample(seed=9), 4)
+
+
+@pytest.mark.scenario("B111", then="one line sums up what the start has found, in numbers, and no pipe holds it up")
+def test_a_start_sums_up_what_it_has_found_in_one_line(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good, empty, pipe = (Sample(seed=50 * number + 1) for number in range(3))
+    with Desk(root) as desk:
+        desk.store(good, 1)
+        desk.stop()
+    for sample in (empty, pipe):
+        path_of(root, sample).parent.mkdir(exist_ok=True)
+    path_of(root, empty).touch()
+    os.mkfifo(path_of(root, pipe))
+    (root / "notes.txt").write_text("mine")
+    (root / "tmp" / "1-0123abcd-0.tmp").write_bytes(bytes(5000))
+    caplog.clear()
+    with caplog.at_level(logging.INFO), Desk(root) as desk:
+        assert desk.recovered().extents == 1
+    (line,) = [record.getMessage() for record in caplog.records if "extents in" in record.getMessage()]
+    assert "1 known to the index" in line
+    assert "set aside 1, foreign 2, of an unknown format 0, unreadable 0, temp files removed 1" in line
 
 
 # -------------------------------------------------------------------- failures
