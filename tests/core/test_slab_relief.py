@@ -8,8 +8,10 @@ import pytest
 
 from tierkv.core.grants import Committed, GroupSpec, Lease, Reservation
 from tierkv.core.identity import Identity, Layout
-from tierkv.core.instructions import OpFailed, Recovered, Write, WriteDone
+from tierkv.core.instructions import OpFailed, Recovered, Write, WriteDone, Zero, Zeroed
 from tierkv.core.keys import chain_keys, pack_tokens
+from tierkv.core.purge_scope import OfTenant
+from tierkv.core.purges import PurgeState
 from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState, Limits
 
@@ -34,11 +36,11 @@ RECOVERED = Recovered(
 class Bench:
     """A core whose arena is four slabs, each of four small blocks or two large ones."""
 
-    def __init__(self, *, nvme: bool = False, extent_pages: int = 2) -> None:
+    def __init__(self, *, nvme: bool = False, extent_pages: int = 2, large: int = LARGE) -> None:
         limits = Limits(
             host_bytes=SLABS * SLAB_PAGES * PAGE,
             slab_bytes=SLAB_PAGES * PAGE,
-            extent_bytes=extent_pages * PAGE,
+            extent_bytes=max(extent_pages, large) * PAGE,
             nvme_bytes=2**30 if nvme else 0,
             seal_after_seconds=10.0,
             session_bytes=2**40,
@@ -52,10 +54,12 @@ class Bench:
         self._grants = 0
         self.groups: dict[int, bytes] = {}
         for pages in (SMALL, LARGE):
-            layout = Layout(dtype="u8", block_bytes=(pages * PAGE,), axes="x", block_tokens=1, engine="fake")
+            size = SMALL if pages == SMALL else large
+            layout = Layout(dtype="u8", block_bytes=(size * PAGE,), axes="x", block_tokens=1, engine="fake")
             identity = Identity(weights="ab" * 32, config="", layout=layout)
             self.groups[pages] = identity.group_key()
             self.effects += self.state.open_group(GroupSpec(group=self.groups[pages], identity=identity), 0.0)
+            self.state.session_opens(SESSION, self.groups[pages])
         if nvme:
             self.effects += self.state.worker_started(0.0)
             self.effects += self.state.report(RECOVERED, 0.0)
@@ -229,3 +233,21 @@ def test_a_parent_stays_while_what_is_on_nvme_hangs_behind_it() -> None:
     assert bench.cached(SMALL, *range(4)) == 4
     for ticket in others:
         bench.state.abort(ticket.grant, bench.now)
+
+
+def test_an_empty_slab_that_waits_for_its_rest_to_be_wiped_is_no_relief() -> None:
+    """It would be taken, and taken again, without end."""
+    bench = Bench(large=3)  # so that a page of a slab belongs to no block
+    for number in range(4):
+        assert bench.store(LARGE, number) == 1
+    answer, effects = bench.state.start_purge(b"purge", OfTenant(""), bench.now)
+    assert isinstance(answer, PurgeState)
+    zeros = [effect for effect in effects if isinstance(effect, Zero)]
+    tails = [zero for zero in zeros if any(size == PAGE for _, size in zero.ranges)]
+    for zero in zeros:
+        if zero not in tails:
+            bench.state.report(Zeroed(zero.op), bench.now)
+    assert bench.store(SMALL, *range(100, 108)) == 0  # more than what is being wiped would make room for
+    for zero in tails:
+        bench.state.report(Zeroed(zero.op), bench.now)
+    assert bench.store(SMALL, *range(100, 108)) == 8

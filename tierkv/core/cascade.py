@@ -138,10 +138,11 @@ class Cascade:
         if not self._ledger.pool.fits(slot_bytes):
             return False
         relief = find_relief(self._ledger, slot_bytes, older_than)
+        before = self._ledger.pool.used_bytes
         for extent, remaining in relief.cuts if relief is not None else ():
             if extent.longest_host_blocks > remaining:
                 self._leave_host(extent, remaining)
-        return relief is not None
+        return self._ledger.pool.used_bytes < before  # or whoever makes room would ask again without end
 
     def _evict_from_host(self, extent: Extent, slots_needed: int) -> None:
         """From the tail, as few blocks as will do, at most one recency segment of the extent."""

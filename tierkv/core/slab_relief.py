@@ -33,7 +33,8 @@ def find_relief(ledger: Ledger, slot_bytes: int, older_than: Rank | None) -> Rel
     """A slab of another size that may go: of the emptiest ones, that with which least leaves. `older_than`: the rank of
     what this size would give up of its own; then all that leaves was used before that. None: the size has nothing to
     give, and any slab will do."""
-    slabs = ledger.pool.slabs_of_other_sizes(slot_bytes)
+    # One that is empty and still there waits for its last bytes to be wiped: nothing that leaves would free it.
+    slabs = [slab for slab in ledger.pool.slabs_of_other_sizes(slot_bytes) if slab[1]]
     first = slabs[:CANDIDATES] if older_than is None else _likely(ledger, slot_bytes, slabs)
     found = [relief for base, used in first if (relief := _relief(ledger, base, used, older_than)) is not None]
     if found:
