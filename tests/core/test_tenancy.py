@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.wire.samples import _IDENTITY as IDENTITY
@@ -13,6 +13,7 @@ USERS = st.integers(0, 2**32 - 1)
 SALTS = st.text(max_size=40) | st.from_regex(r"(inline:)?[0-9]{0,4}:?[0-9:]{0,6}", fullmatch=True)
 
 
+@settings(deadline=None)
 @given(USERS, SALTS, USERS, SALTS)
 @example(1, "2:x", 12, "x")
 @example(1, ":", 1, "::")
@@ -24,6 +25,7 @@ def test_two_users_or_two_salts_never_give_one_group(one: int, salt: str, other:
     assert (first.group_key() == second.group_key()) == ((one, salt) == (other, other_salt))
 
 
+@settings(deadline=None)
 @given(USERS, SALTS)
 def test_no_salt_of_a_tenant_reaches_the_group_of_an_engine_that_names_none(user: int, salt: str) -> None:
     named = msgspec.structs.replace(IDENTITY, salt=salt)

@@ -17,6 +17,12 @@ from tierkv.client import Client, Group, connect
 __all__ = ["node", "node_dir", "quick", "skip_time"]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, an answer of the node that comes is not taken for one that doesn't."""
+    monkeypatch.setattr("tierkv.gateway.upstream.TIMEOUT_SECONDS", 20.0)
+
+
 @pytest.fixture
 def inline_dir() -> Iterator[Path]:
     """Where others could reach it, as they can't reach the runtime directory of the tests."""
@@ -27,14 +33,15 @@ def inline_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def gateway(node: FakeNode, inline_dir: Path, quick: None) -> Iterator[GatewayThread]:
+def gateway(node: FakeNode, inline_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatewayThread]:
+    monkeypatch.setattr("tierkv.gateway.process.BEAT_SECONDS", 0.05)
     with GatewayThread(node.directory, inline_dir) as made:
         yield made
 
 
 @pytest.fixture
 def client(gateway: GatewayThread) -> Iterator[Client]:
-    with connect(gateway.directory, timeout_seconds=5) as made:
+    with connect(gateway.directory, timeout_seconds=20) as made:
         yield made
         assert made.counters.open_grants == 0
 

@@ -338,7 +338,7 @@ def test_who_does_not_read_its_replies_loses_its_session_and_holds_up_nobody(
 ) -> None:
     slow = Peer(gateway, receive_queue=1)
     try:
-        with connect(gateway.directory, timeout_seconds=5) as client:
+        with connect(gateway.directory, timeout_seconds=20) as client:
             big = client.open(make_identity(block_bytes=100 * 1024, weights="big"))
             store(big, [1, 2, 3, 4])
             grant, token = os.urandom(16), slow.grant.token

@@ -49,7 +49,7 @@ def test_what_was_stored_is_loaded_and_nothing_is_held_afterwards(
 def test_the_group_is_the_tenants_own_whatever_it_says(client: Client, group: Group, node: FakeNode) -> None:
     identity = make_identity()
     assert group.key != identity.group_key()
-    with connect(node.directory, timeout_seconds=5) as trusted:
+    with connect(node.directory, timeout_seconds=20) as trusted:
         store(trusted.open(identity), TOKENS)
         assert group.match(TOKENS).blocks == 0
         assert trusted.open(identity).match(TOKENS).blocks == 4
@@ -61,7 +61,7 @@ def test_the_group_is_the_tenants_own_whatever_it_says(client: Client, group: Gr
 def test_a_block_of_any_size_travels(inline_dir: Path, node_dir: Path, quick: None, block_bytes: int) -> None:
     node = FakeNode(node_dir, pages=4096)
     try:
-        with GatewayThread(node_dir, inline_dir), connect(inline_dir, timeout_seconds=5) as client:
+        with GatewayThread(node_dir, inline_dir), connect(inline_dir, timeout_seconds=20) as client:
             group = client.open(make_identity(block_bytes=block_bytes))
             tokens = list(range(3 * 4))
             rows = store(group, tokens)
@@ -90,7 +90,7 @@ def test_more_blocks_than_one_frame_holds_travel_to_destinations_that_put_them_a
     count = MAX_PAYLOAD_BYTES // 4096 * 2 + 5
     node = FakeNode(node_dir, pages=count + 8)
     try:
-        with GatewayThread(node_dir, inline_dir), connect(inline_dir, timeout_seconds=5) as client:
+        with GatewayThread(node_dir, inline_dir), connect(inline_dir, timeout_seconds=20) as client:
             group = client.open(make_identity())
             all_rows = stamped(group, count)
             engine = Scattered(count)
@@ -239,7 +239,7 @@ def test_a_gateway_that_is_started_again_is_found_by_the_same_client(
     node: FakeNode, inline_dir: Path, quick: None, skip_time: Callable[[Client, float], None]
 ) -> None:
     with GatewayThread(node.directory, inline_dir) as first:
-        client = connect(inline_dir, timeout_seconds=5)
+        client = connect(inline_dir, timeout_seconds=20)
         group = client.open(make_identity())
         rows = store(group, TOKENS)
         lease = group.acquire(TOKENS)
@@ -261,7 +261,7 @@ def test_a_gateway_that_is_started_again_is_found_by_the_same_client(
 def test_a_group_that_was_opened_while_nobody_was_there_is_found_by_the_call_after_the_first(
     node: FakeNode, inline_dir: Path, quick: None, skip_time: Callable[[Client, float], None]
 ) -> None:
-    with connect(inline_dir, timeout_seconds=5) as client:
+    with connect(inline_dir, timeout_seconds=20) as client:
         group = client.open(make_identity())
         assert group.key == make_identity().group_key()
         with GatewayThread(node.directory, inline_dir):
@@ -296,12 +296,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)  # between two looks at a condition that has a deadline
 
 
-def test_a_commit_whose_reply_is_lost_is_answered_the_second_time(node: FakeNode, group: Group, client: Client) -> None:
-    node.script[Commit].append(drop)
-    with group.reserve(TOKENS) as ticket:
-        ticket.copy_from(stamped(group, 4))
-        ticket.commit()
-    wait_until(lambda: group.match(TOKENS).blocks == 4)
+def test_a_commit_whose_reply_is_lost_is_done_all_the_same(
+    node: FakeNode, inline_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.gateway.upstream.TIMEOUT_SECONDS", 0.3)
+    with GatewayThread(node.directory, inline_dir), connect(inline_dir, timeout_seconds=20) as client:
+        group = client.open(make_identity())
+        node.script[Commit].append(drop)
+        with group.reserve(TOKENS) as ticket:
+            ticket.copy_from(stamped(group, 4))
+            assert ticket.commit().reason is Reason.DEADLINE
+        wait_until(lambda: group.match(TOKENS).blocks == 4)
 
 
 # ---- who is believed
@@ -331,7 +336,7 @@ def test_a_user_that_is_none_is_refused(inline_dir: Path) -> None:
 
 def test_the_asyncio_client_does_the_same(gateway: GatewayThread, node: FakeNode) -> None:
     async def program() -> None:
-        async with await tierkv_aio.connect(gateway.directory, timeout_seconds=5) as client:
+        async with await tierkv_aio.connect(gateway.directory, timeout_seconds=20) as client:
             group = await client.open(make_identity())
             rows = stamped(group, 4)  # type: ignore[arg-type]
             async with group.reserve(TOKENS) as ticket:
@@ -358,7 +363,7 @@ def test_an_asyncio_commit_that_is_cancelled_among_its_puts_leaves_nothing(
     gateway: GatewayThread, node: FakeNode
 ) -> None:
     async def program() -> None:
-        async with await tierkv_aio.connect(gateway.directory, timeout_seconds=5) as client:
+        async with await tierkv_aio.connect(gateway.directory, timeout_seconds=20) as client:
             group = await client.open(make_identity())
             ticket = await group.reserve(TOKENS)
             await ticket.copy_from(stamped(group, 4))  # type: ignore[arg-type]

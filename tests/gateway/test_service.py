@@ -554,11 +554,7 @@ def test_a_bug_in_one_request_is_answered_and_the_others_go_on(
     assert "a bug" in caplog.text
 
 
-def test_lost_replies_of_the_node_are_a_timeout_and_leave_nothing(
-    folder: Path, node: FakeNode, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tierkv.gateway.upstream.TIMEOUT_SECONDS", 0.05)
-
+def test_lost_replies_of_the_node_are_a_timeout_and_leave_nothing(folder: Path, node: FakeNode, quick: None) -> None:
     async def program(desk: Desk) -> None:
         tenant = desk.tenant(desk.user(1))
         await tenant.open()

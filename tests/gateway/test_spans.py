@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.client.grants import Slots
@@ -40,6 +40,7 @@ def read(slots: Slots, start: int, num_bytes: int) -> bytes:
 SHAPES = st.tuples(st.integers(1, 40), st.permutations(range(6)).map(lambda order: order[:4]))
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_any_span_of_a_lease_is_the_same_part_of_its_blocks_one_behind_the_other(
     shape: tuple[int, list[int]], data: st.DataObject
@@ -51,6 +52,7 @@ def test_any_span_of_a_lease_is_the_same_part_of_its_blocks_one_behind_the_other
     assert read(slots, start, num_bytes) == expected[start : start + num_bytes]
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(0, 3), st.data())
 def test_nothing_is_told_of_a_block_whose_slot_was_taken_away_nor_of_what_lies_behind(
     shape: tuple[int, list[int]], gone: int, data: st.DataObject
@@ -66,6 +68,7 @@ def test_nothing_is_told_of_a_block_whose_slot_was_taken_away_nor_of_what_lies_b
     assert read(slots, start, num_bytes) == expected[start:proven]
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_what_was_put_in_any_pieces_is_whole_only_when_every_byte_came(
     shape: tuple[int, list[int]], data: st.DataObject
@@ -90,6 +93,7 @@ def test_what_was_put_in_any_pieces_is_whole_only_when_every_byte_came(
     assert (slots.readable[others] == before[others]).all(), "a byte outside of the ticket's blocks was written"
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(0, 3), st.data())
 def test_a_block_that_is_not_begun_at_its_first_byte_is_a_hole(
     shape: tuple[int, list[int]], block: int, data: st.DataObject

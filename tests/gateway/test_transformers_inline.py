@@ -29,7 +29,7 @@ def test_a_prompt_is_stored_by_one_engine_and_reused_by_the_next(node_dir: Path,
     torch.set_num_threads(1)
     tokens = prompt(50)
     try:
-        with GatewayThread(node_dir, root / "i"), connect(root / "i", timeout_seconds=5) as client:
+        with GatewayThread(node_dir, root / "i"), connect(root / "i", timeout_seconds=20) as client:
             results = []
             for salt in ("one", "one", "two"):
                 model = tiny_llama(dtype=torch.float32)

@@ -58,6 +58,11 @@ class Upstream:
         await self._links.close()
 
 
+def less_a_hop(deadline_ms: int) -> float:
+    """Seconds for the node, of what a tenant gave."""
+    return max(0.0, deadline_ms / 1_000 - HOP_SECONDS)
+
+
 def refusal(request_id: int, reason: Reason) -> NotReady | Error:
     """What a tenant is told when its request has no answer."""
     if reason is Reason.NOT_READY:
