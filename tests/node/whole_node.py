@@ -26,7 +26,7 @@ from tierkv.core.identity import Identity, Layout
 from tierkv.core.keys import KEY_BYTES, chain_keys, pack_tokens
 from tierkv.torture.oracle import POISON
 from tierkv.torture.streams import rows_of
-from tierkv.wire.messages import Acquire, Commit, Release, ReportBad, Reserve, Seal, SealWait
+from tierkv.wire.messages import Acquire, Commit, Release, Reply, ReportBad, Request, Reserve, Seal, SealWait
 from tierkv.workers.channel import worker_end
 from tierkv.workers.storage import StorageWorker
 
@@ -55,6 +55,7 @@ class WholeNode:
         self.group = self.identity.group_key()
         self.block_bytes = layout.total_block_bytes
         self._grants = 0
+        self.late: list[Reply] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -138,6 +139,14 @@ class WholeNode:
 
     # ---- as an engine
 
+    def ask(self, kind: type[Request], **fields: Any) -> Any:
+        """The reply to it. What others were answered meanwhile is in `late`."""
+        number = self.kit.send(kind, **fields)
+        replies = self.kit.take_replies()
+        self.late += [reply for reply in replies if reply.id != number]
+        (reply,) = [reply for reply in replies if reply.id == number]
+        return reply
+
     def keys(self, tokens: Sequence[int]) -> bytes:
         return chain_keys(self.group, pack_tokens(tokens), self.block_tokens)
 
@@ -156,7 +165,7 @@ class WholeNode:
         grant = self._grant()
         whole = len(tokens) // self.block_tokens * self.block_tokens
         packed = pack_tokens(tokens[first * self.block_tokens : whole])
-        reply = self.kit.ask(Reserve, grant=grant, group=self.group, keys=self.keys(tokens), first=first, tokens=packed)
+        reply = self.ask(Reserve, grant=grant, group=self.group, keys=self.keys(tokens), first=first, tokens=packed)
         return grant, reply
 
     def write(self, reply: Any, rows: np.ndarray, first: int = 0) -> list[int]:
@@ -171,11 +180,11 @@ class WholeNode:
         grant, reply = self.reserve(tokens)
         granted = self.write(reply, self.stamps(tokens))
         if granted:
-            self.kit.ask(Commit, grant=grant)
+            self.ask(Commit, grant=grant)
         return granted
 
     def seal(self, tokens: Sequence[int]) -> None:
-        self.kit.ask(Seal, group=self.group, keys=self.keys(tokens), wait=SealWait.SEALED)
+        self.ask(Seal, group=self.group, keys=self.keys(tokens), wait=SealWait.SEALED)
 
     def store_flushed(self, tokens: Sequence[int]) -> None:
         self.store(tokens)
@@ -201,11 +210,11 @@ class WholeNode:
         assert (pages[:GUARD_ROWS] == POISON).all()
         assert (destination[reply.blocks :] == POISON).all()
         if reply.blocks:
-            self.kit.ask(Release, grant=grant)
+            self.ask(Release, grant=grant)
         return Loaded(reply.blocks, reply.nvme_blocks, reply.reason)
 
     def report_bad(self, tokens: Sequence[int], first_bad: int) -> None:
-        self.kit.ask(ReportBad, group=self.group, keys=self.keys(tokens), first_bad=first_bad)
+        self.ask(ReportBad, group=self.group, keys=self.keys(tokens), first_bad=first_bad)
 
     def file(self, tokens: Sequence[int]) -> Path:
         """Of the extent that begins with the prompt's first block."""
