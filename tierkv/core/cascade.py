@@ -102,11 +102,15 @@ class Cascade:
     def make_room(self, slot_bytes: int, count: int, now: float) -> int:
         """Evict until `count` slots of this size can be had, or nothing more may go. Returns how many can be had."""
         ledger = self._ledger
+        may_relieve = True
         while (have := ledger.pool.available(slot_bytes)) < count:
             if ledger.wiping_bytes >= (count - have) * slot_bytes:
                 break  # there will be room in a moment: nobody's blocks go for it
+            may_relieve = may_relieve and self._relieve(slot_bytes)
+            if may_relieve:
+                continue
             if not (
-                self._give_way(slot_bytes, count - have)
+                self._evict_next(slot_bytes, count - have)
                 or self._drop_oldest_staged(slot_bytes)
                 or self._take_slab(slot_bytes, None)
             ):
@@ -117,22 +121,23 @@ class Cascade:
     def make_ready(self, slot_bytes: int, count: int) -> None:
         """Like `make_room`, ahead of the asking: takes only what is next in the order anyway."""
         pool = self._ledger.pool
-        while (have := pool.available(slot_bytes)) < count and self._give_way(slot_bytes, count - have):
-            pass
+        may_relieve = True
+        while (have := pool.available(slot_bytes)) < count:
+            may_relieve = may_relieve and self._relieve(slot_bytes)
+            if not (may_relieve or self._evict_next(slot_bytes, count - have)):
+                return
 
-    def _give_way(self, slot_bytes: int, slots_needed: int) -> bool:
-        """Give up what was used longest ago: the next victim of this size, or a slab of another one in which all is
-        older. Else a size that came late would live on one slab beside another's old blocks for ever."""
-        order = self._ledger.host_order(slot_bytes)
-        rank = order.oldest()
-        if rank is None:
-            return False
-        if has_older(self._ledger, slot_bytes, rank) and self._take_slab(slot_bytes, rank):
-            return True
-        victim = order.pop()
-        assert victim is not None, "there is an oldest one"
-        self._evict_from_host(victim, slots_needed)
-        return True
+    def _relieve(self, slot_bytes: int) -> bool:
+        """Take a slab of another size in which all is older than what this one would have to give up. Else a size that
+        came late would live on one slab beside another's old blocks for ever."""
+        rank = self._ledger.host_order(slot_bytes).oldest()
+        return rank is not None and has_older(self._ledger, slot_bytes, rank) and self._take_slab(slot_bytes, rank)
+
+    def _evict_next(self, slot_bytes: int, slots_needed: int) -> bool:
+        victim = self._ledger.host_order(slot_bytes).pop()
+        if victim is not None:
+            self._evict_from_host(victim, slots_needed)
+        return victim is not None
 
     def _take_slab(self, slot_bytes: int, older_than: Rank | None) -> bool:
         if not self._ledger.pool.fits(slot_bytes):
