@@ -18,7 +18,7 @@ from tierkv.client import Committed
 from tierkv.client.aio import THREAD_BYTES, Client, Group, connect, connect_operator
 from tierkv.core.reasons import Reason
 from tierkv.errors import LayoutMismatch, NodeUnreachable
-from tierkv.wire.messages import Acquire, Match, Release, Verify
+from tierkv.wire.messages import Acquire, Holder, Match, Release, Verify
 
 Program = Callable[[], Coroutine[Any, Any, None]]
 
@@ -286,5 +286,20 @@ def test_jobs_yield_progress_until_they_are_finished_or_left(node: FakeNode) -> 
             await anext(progress)
             await progress.aclose()  # type: ignore[attr-defined]
         assert [asked.cancel for asked in node.saw(Verify)] == [False, True]
+
+    run(program)
+
+
+def test_the_one_who_asked_for_others_ends_all_of_it(node: FakeNode, quick: None) -> None:
+    async def program() -> None:
+        async with opened(node) as (_client, group):
+            await store(group, TOKENS)
+            async with group.acquire(TOKENS, holders=(Holder(0, b"another session."),)) as lease:
+                assert lease.blocks == 4
+                with pytest.raises(ValueError, match="held by another session"):
+                    await lease.copy_into(poisoned(4))
+            assert node.saw(Release) == []
+            await lease.release_all()
+            assert await asyncio.to_thread(node.has_no_grants)
 
     run(program)
