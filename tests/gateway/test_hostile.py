@@ -219,6 +219,28 @@ def test_guessed_tokens_open_nothing(peer: Peer, group: Group) -> None:
         assert reply.code == ErrorCode.SESSION_GONE
 
 
+@pytest.mark.scenario(
+    "B171",
+    then="another version is refused by name, an unknown type is answered with an error, an unknown field ignored",
+)
+def test_other_versions_are_told_so(peer: Peer, gateway: GatewayThread) -> None:
+    token = peer.grant.token
+    for protocol in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+        with knock(gateway) as sock:
+            sock.send(encode_packet(SessionHello(protocol=protocol)))
+            refused = decode_packet(sock.recv(65_536))
+            assert isinstance(refused, SessionRefused)
+            assert refused.code == ErrorCode.PROTOCOL_VERSION
+        answer = peer.ask(Hello(id=1, session=token, protocol=protocol))
+        assert isinstance(answer, Error)
+        assert (answer.code, answer.field) == (ErrorCode.PROTOCOL_VERSION, "protocol")
+    unknown = peer.ask_frame(msgspec.msgpack.encode({"type": "Later", "id": 2, "session": token}))
+    assert isinstance(unknown, Error)
+    assert (unknown.id, unknown.code) == (2, ErrorCode.UNKNOWN_MESSAGE)
+    hello = {"type": "Hello", "id": 3, "session": token, "protocol": PROTOCOL_VERSION, "added_later": [1]}
+    assert isinstance(peer.ask_frame(msgspec.msgpack.encode(hello)), HelloReply)
+
+
 def test_a_multipart_message_is_malformed(peer: Peer) -> None:
     peer.dealer.send_multipart([b"a", b"b", b"c"])
     reply = peer.receive()
@@ -315,6 +337,9 @@ def _is_served(dealer: zmq.Socket[bytes], hello: bytes) -> bool:
     return bool(dealer.poll(ANSWER_SECONDS * 1_000))
 
 
+@pytest.mark.scenario(
+    "B170", then="what speaks no ZeroMQ is forgotten with its connection, and a tenant next to it is served meanwhile"
+)
 def test_connections_that_say_nothing_of_zeromq_are_counted_and_forgotten(
     gateway: GatewayThread, group: Group, rows: np.ndarray
 ) -> None:

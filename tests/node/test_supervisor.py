@@ -22,7 +22,7 @@ from tierkv.node import supervisor as supervisor_module
 from tierkv.node.control import HostLimit
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
 from tierkv.node.memory_room import MemoryRoom, require_memory
-from tierkv.node.socket_folder import claim_socket_folder
+from tierkv.node.socket_folder import claim_inline_folder, claim_socket_folder
 from tierkv.node.supervisor import run
 
 FRONT_THAT_DIES_AT_THE_END = """
@@ -159,6 +159,26 @@ def test_metrics_are_served_where_a_port_is_given(settings: Callable[..., Settin
 
 
 @pytest.mark.scenario("B166", then="a deleted session socket is noticed and made again")
+def test_an_inline_directory_that_no_tenant_could_reach_is_refused_before_anything_is_made(
+    settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    (tmp_path / "closed").mkdir(mode=0o700)
+    chosen = settings(inline_users=str(os.geteuid()), inline_dir=tmp_path / "closed" / "i")
+    with pytest.raises(ConfigError, match="inline_dir: others can't reach"):
+        run(chosen)
+    assert not list((tmp_path / "closed").iterdir())
+
+
+def test_two_nodes_do_not_share_an_inline_directory(settings: Callable[..., Settings]) -> None:
+    chosen = settings(inline_users=str(os.geteuid()))
+    root = chosen.socket_dir.parent
+    root.chmod(0o711)
+    chosen = settings(inline_users=str(os.geteuid()), inline_dir=root / "i")
+    claim_inline_folder(root / "i")
+    with lock_socket_directory(root / "i"), pytest.raises(DataDirectoryInUse):
+        run(chosen)
+
+
 def test_a_session_socket_that_was_deleted_is_made_again(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,6 @@ def claim_inline_folder(inline_dir: Path) -> None:
         _require_own(inline_dir, "inline_dir")
         if os.lstat(inline_dir).st_mode & 0o022:
             raise ConfigError("inline_dir", f"{inline_dir} can be written by others; run: chmod go-w {inline_dir}")
-        _require_passable(inline_dir)
     except OSError as error:
         raise ConfigError("inline_dir", f"{inline_dir}: {error.strerror}") from error
 
@@ -101,9 +100,9 @@ def _require_own(directory: Path, field: str) -> None:
 
 
 def _require_passable(inline_dir: Path) -> None:
-    """What is closed to everybody else is closed to every tenant."""
+    """What is there and closed to everybody else is closed to every tenant."""
     for folder in (inline_dir, *inline_dir.parents):
-        if not os.stat(folder).st_mode & 0o011:
+        if os.path.lexists(folder) and not os.stat(folder).st_mode & 0o011:
             raise ConfigError(
                 "inline_dir",
                 f"others can't reach {inline_dir}, as {folder} is closed to them; name one like /run/tierkv-inline",
