@@ -34,6 +34,7 @@ def claim_inline_folder(inline_dir: Path) -> None:
     """Make the directory, mode 0711, or take one that is ours, whose mode is its owner's choice as long as nobody else
     can write in it. Raises ConfigError("inline_dir")."""
     try:
+        _require_passable(inline_dir)
         make_folders(inline_dir, mode=0o711)
         _require_own(inline_dir, "inline_dir")
         if os.lstat(inline_dir).st_mode & 0o022:
