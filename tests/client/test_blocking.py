@@ -12,6 +12,7 @@ from tests.client.conftest import BLOCK_BYTES, TOKENS, make_identity, poisoned, 
 from tests.client.fake_node import FakeNode, answer
 from tierkv.client import Client, Group, connect
 from tierkv.client.answers import Committed, Match, Sealed
+from tierkv.core.identity import Identity, Layout
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.errors import LayoutMismatch
@@ -535,3 +536,15 @@ def test_a_node_that_is_recovering_is_a_miss(group: Group, node: FakeNode, clien
     assert group.acquire(TOKENS).reason is Reason.NOT_READY
     assert node.saw(Release) == []
     assert group.match(TOKENS).reason is None
+
+
+@pytest.mark.scenario("B168", then="a prompt of a million tokens in blocks of 16 is matched whole, with one request")
+def test_a_prompt_of_a_million_tokens_is_matched_whole(client: Client, node: FakeNode) -> None:
+    layout = Layout(dtype="uint8", block_bytes=(4_096,), axes="byte", block_tokens=16, engine="test")
+    group = client.open(Identity(weights="5a" * 32, config="c", layout=layout))
+    tokens = np.arange(1_000_000, dtype=np.uint32)
+    keys = bytes(group.keys(tokens))
+    node._memory.slots.update((keys[at : at + KEY_BYTES], 0) for at in range(0, len(keys), KEY_BYTES))
+    match = group.match(tokens)
+    assert (match.blocks, match.tokens) == (62_500, 1_000_000)
+    assert len(node.saw(MatchRequest)) == 1

@@ -174,3 +174,35 @@ def test_no_reply_of_the_old_front_is_taken_for_the_new_ones(node: FakeNode, cli
     tokens = {asked.session for asked in node.saw(MatchRequest)}
     assert len(tokens) == 1
     assert [hello.session in tokens for hello in node.saw(Hello)] == [False, True]
+
+
+@pytest.mark.scenario(
+    "B135", then="a session that the node has dropped is replaced by the call that hears of it; no call fails"
+)
+def test_a_session_that_the_node_dropped_is_replaced_within_the_call(
+    node: FakeNode, client: Client, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 4):
+        node._memory.tokens.clear()
+        store(group, TOKENS)
+        assert group.match(TOKENS).blocks == 4
+        assert client.counters.sessions_opened == number + 1
+    assert client.counters.by_reason == {}
+    assert caplog.records == []
+
+
+@pytest.mark.scenario(
+    "B131", then="the first call of a client whose session was ended is served under a new one, in its time"
+)
+def test_an_idle_client_whose_session_was_ended_is_served_at_once(
+    node: FakeNode, client: Client, group: Group, skip_time: SkipTime
+) -> None:
+    store(group, TOKENS)
+    skip_time(client, 86_400.0)
+    assert group.match(TOKENS).blocks == 4
+    assert client.counters.sessions_opened == 1
+    node._memory.tokens.clear()
+    skip_time(client, 86_400.0)
+    with group.acquire(TOKENS, deadline_seconds=20) as lease:
+        assert (lease.blocks, lease.reason) == (4, None)
+    assert client.counters.sessions_opened == 2

@@ -229,3 +229,20 @@ def test_two_peers_without_names_are_two(router: Router, folder: Path) -> None:
         for sender, nonce in senders:
             router.send(sender, b"re " + nonce)
         assert [peer.recv() for peer in (one, two) if peer.poll(20_000)] == [b"re 1", b"re 2"]
+
+
+@pytest.mark.scenario(
+    "B157", then="of two that live under one name the newer is answered at once, and the older not at all"
+)
+def test_a_peer_that_names_itself_like_one_that_lives_takes_over(router: Router, folder: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as older, context.socket(zmq.DEALER) as newer:
+        for peer in (older, newer):
+            peer.linger = 0
+            peer.setsockopt(zmq.IDENTITY, b"w0")
+            peer.connect(f"ipc://{folder}/node.sock")
+            peer.send(b"who is it?")
+            sender, _ = take(router)
+        router.send(sender, b"you")
+        assert newer.poll(20_000)
+        assert newer.recv() == b"you"
+        assert not older.poll(50)

@@ -140,6 +140,9 @@ def durable_works(kit: Kit, waiting: list[AnyInstruction]) -> list[AnyInstructio
 # ---- who is silent
 
 
+@pytest.mark.scenario(
+    "B136", then="an engine gives no signs of life that a long copy could keep back: its end is proven, never guessed"
+)
 @pytest.mark.scenario("B131", then="an engine that says nothing for a year is served at once, under its old session")
 @pytest.mark.scenario("B133", then="however long an engine is busy elsewhere, nothing is taken from it")
 def test_a_silent_session_is_a_live_one(durable: Kit) -> None:

@@ -107,3 +107,12 @@ def test_a_receiver_that_waits_for_a_sick_disk_is_let_wait(watched: Watched) -> 
         watched.pulse.look()
     assert watched.dead == []
     assert threading.current_thread().name == RECEIVER  # the name that the receiver's loop has
+
+
+@pytest.mark.scenario("B136", then="however long the files take, the worker gives a sign of life each period")
+def test_signs_of_life_do_not_wait_for_files(watched: Watched) -> None:
+    with watched.roll.post("io-0").at("write"), watched.roll.post("io-1").at("write"):
+        for period in range(60):
+            watched.clock.now = float(period)
+            watched.pulse.look()
+    assert watched.said == [Alive()] * 60
