@@ -264,9 +264,7 @@ def test_a_store_does_not_wait_for_the_disk(tmp_path: Path) -> None:
             engine.store_flushed(100, BLOCKS)
 
 
-@pytest.mark.scenario(
-    "B268", then="while files are read the node says how far it is, and a stop waits for no end of that"
-)
+@pytest.mark.scenario("B268", then="while files are read the node says how far it is, and a stop waits not for that")
 def test_a_long_start_says_how_far_it_is_and_can_be_stopped(tmp_path: Path) -> None:
     with Node(tmp_path, nvme_bytes="1GiB") as node:
         node.start()

@@ -59,8 +59,8 @@ def _totals(scenarios: Scenarios, kinds: Sequence[Kind], marked: Mapping[str, Se
     yield "## In numbers\n"
     partly = sum(bool(one.part) for kind in kinds for one in kind.not_applicable)
     yield (
-        f"{covered + waiting} scenarios in {len(rows)} kinds: {covered} are covered by {len(tests)} tests ({partly} of them but "
-        f"for a part that waits), {waiting} wait for parts of tierkv that don't exist yet. "
+        f"{covered + waiting} scenarios in {len(rows)} kinds: {covered} are covered by {len(tests)} tests ({partly} "
+        f"of them but for a part that waits), {waiting} wait for parts of tierkv that don't exist yet. "
         f"{sum(row[4] for row in rows)} mutations, each caught.\n"
     )
     yield "| kind | | scenarios covered | waiting | tests | mutations |"
