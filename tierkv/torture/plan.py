@@ -29,6 +29,7 @@ from tierkv.torture.kills import (
     while_storing,
     while_warming_up,
 )
+from tierkv.torture.purges import purged, purged_under_load
 from tierkv.torture.scenarios import Scenario, scenarios
 from tierkv.torture.troubles import (
     broken_index,
@@ -93,6 +94,8 @@ ROOMY = Conditions(
         *scenarios(commit_not_read, commit_sent="engine front"),
         *scenarios(inside_a_lease, leased="engine"),
         *scenarios(while_copying, copying="engine front front"),
+        *scenarios(purged, purged="nobody storage front supervisor"),
+        *scenarios(purged_under_load, purged="nobody"),
         *scenarios(one_after_the_other, front="supervisor", storage="front supervisor"),
         *scenarios(beside_one_that_stands_still, storage="front supervisor", front="storage"),
     ),
@@ -116,6 +119,7 @@ FAILING = Conditions(
         *scenarios(while_storing, renamed="storage", flushed="front", before_remove="supervisor"),
         *scenarios(while_promoting, read_half="storage front"),
         *scenarios(while_copying, copying="front"),
+        *scenarios(purged, purged="storage"),
         *scenarios(killed_while_full, ENOSPC="storage supervisor", EDQUOT="front"),
     ),
     error_part=0.02,
@@ -130,6 +134,7 @@ DAMAGED = Conditions(
     (
         *(Scenario("nobody", how, broken_index) for how in INDEX_FAULTS),
         *scenarios(flipped_bits, stopped="nobody nobody", running="nobody"),
+        *scenarios(purged_under_load, purged="nobody"),
         *scenarios(stopped_and_started, stopped="nobody"),
     ),
 )

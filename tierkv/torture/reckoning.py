@@ -9,6 +9,7 @@ from tierkv.client import connect_operator
 from tierkv.torture.breaking import extents_bytes, temp_files
 from tierkv.torture.node import NodeLeftover
 from tierkv.torture.processes import who_maps
+from tierkv.torture.purges import EVERYBODY, purge_to_its_end
 from tierkv.torture.waits import NeverCame, wait_until
 from tierkv.wire.messages import StatusReply, UsageReply
 
@@ -41,8 +42,23 @@ class Reckoning:
             if count > fresh[name] + SPARE_DESCRIPTORS:
                 self._round.leak("descriptors", f"{name} has {count} open, after a fresh start {fresh[name]}")
         self._round.look(everything=True)
+        self._purge_all()
         self._stop()
         self._require_nothing_left()
+
+    def _purge_all(self) -> None:
+        """With all of its data a node has given all of its room back."""
+        for tenant in EVERYBODY:
+            purge_to_its_end(self._round, tenant)
+
+        def is_empty(status: StatusReply) -> bool:
+            return not status.extents and not any(tier.used_bytes or tier.reserved_bytes for tier in status.tiers)
+
+        try:
+            self._node.wait_status(is_empty, "nothing is held when all was purged", IDLE_SECONDS)
+        except NeverCame as error:
+            self._round.leak("slots", str(error))
+        self._require_books()
 
     def _require_idle(self) -> None:
         """Nobody is left but who asks, nothing is held or on its way, and the memory of old incarnations is back."""

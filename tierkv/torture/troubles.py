@@ -57,7 +57,7 @@ def full_disk(round_: Round, scenario: Scenario) -> None:
 def killed_while_full(round_: Round, scenario: Scenario) -> None:
     """There is no room, somebody dies of something else, and what comes after it finds no room either."""
     _close_tier(round_, Mood(error_part=round_.usual_mood.error_part, quota_bytes=0, errno_name=scenario.stage))
-    round_.kill(scenario.victim, "on a full disk", held=False)
+    round_.kill(scenario.victim, "on a full disk")
     round_.wait_back(scenario.victim)
     _open_tier(round_)
 

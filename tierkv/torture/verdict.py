@@ -16,7 +16,8 @@ class Found(AssertionError):
 
 @dataclass
 class Verdict:
-    """`operations` by kind; `kills` by victim, of which `held` found it at a barrier or between two steps; `episodes`
+    """`operations` by kind; `kills` by victim, of which `held` came at a chosen point (a barrier, between two steps, in
+    some state); `episodes`
     are faults without a kill. Of the prefixes that were reported flushed, `absent` were evicted since, or damaged, on
     purpose. Findings say in words what, whose and where; `broken` are promises that have no line of their own. `trail`
     names the steps of the last round, the last of which was under way when something was found."""
