@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt
-from tierkv.core.grants import Lease, Refused, Waiting
+from tierkv.core.grants import Lease, Refused, SealReady, Waiting
 from tierkv.core.reasons import Reason
 
 
@@ -150,6 +150,29 @@ def test_an_error_that_one_rank_met_is_told_though_another_one_reads_on() -> Non
     bench.check_lease(prompt, lease)
     bench.release(lease)
     assert bench.load(prompt, ranks=(0, 1)).blocks == 2
+
+
+def test_a_file_that_one_rank_has_found_missing_is_not_called_flushed_while_another_one_reads_on() -> None:
+    bench = Bench(host_slots=4, ranks=2)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    bench.start()
+    bench.disk.lose((prompt.group, 0, prompt.key(0)))
+    assert isinstance(bench.acquire(prompt, ranks=(0, 1)), Waiting)
+    first, second = bench.worker.waiting
+    bench.worker.run(first)
+    bench.hear()
+    assert bench.flushed(prompt) == 0
+    answer, effects = bench.state.seal(
+        seal_id=7, group=prompt.group, keys=prompt.keys, wait_flushed=True, deadline=bench.now + 9.0, now=bench.now
+    )
+    bench.absorb(effects)
+    assert isinstance(answer, Waiting)
+    bench.worker.run(second)
+    bench.hear()
+    (sealed,) = [notice for notice in bench.notices if isinstance(notice, SealReady)]
+    assert (sealed.answer.blocks, sealed.answer.flushed_blocks, sealed.answer.reason) == (0, 0, Reason.NOT_FOUND)
+    bench.work()
 
 
 def _slots(lease: Lease) -> tuple[list[int], list[int]]:

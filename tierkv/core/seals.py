@@ -98,6 +98,8 @@ class Seals:
             return SealAnswer(blocks, flushed, Reason.DEADLINE)
         if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in path):
             return None
+        if any(segment.extent.lost is not None for segment in path):
+            return None  # until the other ranks' reads have ended, and it is known what is left
         return SealAnswer(blocks, flushed, lost or self._why_not_flushed(seal))
 
     def _why_not_flushed(self, seal: _WaitingSeal) -> Reason:
@@ -127,7 +129,7 @@ def _still_there(path: list[Segment]) -> list[Segment]:
 def _flushed_blocks(path: list[Segment]) -> int:
     flushed = 0
     for segment in path:
-        if segment.extent.nvme is not NvmeState.PRESENT:
+        if segment.extent.nvme is not NvmeState.PRESENT or segment.extent.lost is not None:
             break
         flushed += segment.blocks
     return flushed
