@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tierkv.core.grants import Committed, GroupSpec, Lease, Reservation
 from tierkv.core.identity import Identity, Layout
@@ -113,6 +115,16 @@ class Bench:
         self.effects += effects
         assert isinstance(answer, Lease)
         return answer
+
+    def acquire_now(self, pages: int, *tokens: int) -> Lease | None:
+        """None where it would have to be read from disk first."""
+        match = self.state.match(self.groups[pages], self.keys(pages, *tokens))
+        return self.acquire(pages, *tokens) if match.blocks == match.host_blocks else None
+
+    def use_if_there(self, pages: int, *tokens: int) -> None:
+        lease = self.acquire_now(pages, *tokens)
+        if lease is not None:
+            self.state.release(lease.grant, None, self.now)
 
     def use(self, pages: int, *tokens: int) -> None:
         self.state.release(self.acquire(pages, *tokens).grant, None, self.now)
@@ -251,3 +263,53 @@ def test_an_empty_slab_that_waits_for_its_rest_to_be_wiped_is_no_relief() -> Non
     for zero in tails:
         bench.state.report(Zeroed(zero.op), bench.now)
     assert bench.store(SMALL, *range(100, 108)) == 8
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "use", "hold", "let go", "reserve", "abort", "flush", "ahead"]),
+        st.sampled_from([SMALL, LARGE]),
+        st.integers(0, 5),  # which prompt
+        st.integers(1, 6),  # how many blocks of it
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(steps=STEPS, nvme=st.booleans(), large=st.integers(2, 4))
+def test_sizes_that_share_an_arena_at_random_keep_the_books_and_what_is_held(
+    steps: list[tuple[str, int, int, int]], nvme: bool, large: int
+) -> None:
+    bench = Bench(nvme=nvme, large=large)
+    leases: list[Lease] = []
+    tickets: list[Reservation] = []
+    for step, pages, number, blocks in steps:
+        prompt = [number * 100 + at for at in range(blocks)]
+        if step == "store":
+            bench.store(pages, *prompt)
+        elif step == "use":
+            bench.use_if_there(pages, *prompt)
+        elif step == "hold":
+            leases += [lease for lease in [bench.acquire_now(pages, *prompt)] if lease is not None and lease.blocks]
+        elif step == "let go" and leases:
+            bench.state.release(leases.pop(0).grant, None, bench.now)
+        elif step == "reserve":
+            tickets += [ticket for ticket in [bench.reserve(pages, *prompt)] if ticket.offsets]
+        elif step == "abort" and tickets:
+            bench.effects += bench.state.abort(tickets.pop(0).grant, bench.now)
+        elif step == "flush" and nvme:
+            bench.write_all()
+        elif step == "ahead":
+            bench.effects += bench.state.make_ready(bench.now)
+        bench.state.check()
+        for lease in leases:
+            (part,) = lease.parts
+            assert part.generations == bench.state._ledger.pool.generations(part.offsets), "taken from under a lease"
+    held = {slot for ticket in tickets for slot in ticket.offsets}
+    assert len(held) == sum(len(ticket.offsets) for ticket in tickets)
+    for lease in leases:
+        bench.state.release(lease.grant, None, bench.now)
+    for ticket in tickets:
+        bench.state.abort(ticket.grant, bench.now)
+    bench.state.check()
