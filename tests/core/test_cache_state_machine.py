@@ -42,6 +42,7 @@ from tierkv.core.grants import (
     Evicted,
     Lease,
     LeaseReady,
+    NeverHit,
     Refused,
     Reservation,
     SealAnswer,
@@ -329,7 +330,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert effect.blocks > 0
                 if effect.tier == "nvme":
                     self.take_back(effect.group, effect.key)  # while the worker is away, nothing else tells of it
-            elif not isinstance(effect, Dropped):
+            elif not isinstance(effect, Dropped | NeverHit):
                 self.instruct(effect)
 
     def instruct(self, instruction: object) -> None:
