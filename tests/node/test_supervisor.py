@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from tierkv.config import Settings
@@ -231,3 +232,23 @@ def test_a_front_that_talks_nonsense_is_replaced_and_takes_nobody_with_it(
     assert run(settings(), say=story) == 0
     assert (tmp_path / "was mad").exists()
     assert story.lines[-1].startswith("stopped: flushed=0 dropped=0")
+
+
+@pytest.mark.scenario("B153", then="a supervisor whose loop raises ends the node: no process of it is left")
+def test_an_exception_in_the_supervisors_loop_ends_the_node_with_all_its_processes(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    children: list[int] = []
+
+    def fail(line: str) -> None:
+        if line.startswith("ready"):
+            children.extend(child.pid for child in psutil.Process().children())
+            monkeypatch.setattr(supervisor_module.Supervisor, "_do_what_is_due", boom)
+
+    def boom(self: object) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    with pytest.raises(RuntimeError, match="nobody foresaw"):
+        run(settings(data_dir=str(tmp_path / "data")), say=fail)
+    assert len(children) >= 2
+    assert not [pid for pid in children if psutil.pid_exists(pid)]
