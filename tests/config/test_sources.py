@@ -54,6 +54,7 @@ VALUES = {
     "inline_users": ('"1"', "2,3", "4"),
     "inline_dir": ('"/a"', "/b", Path("/c")),
     "inline_bytes": ('"1MiB"', "2MiB", "3MiB"),
+    "reconcile_seconds": ("1", "2", 3),
     "hang_seconds": ("0", "2", 3),
     "stuck_seconds": ("1", "2", 3),
     "metrics_port": ("1", "2", 3),

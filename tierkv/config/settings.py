@@ -126,6 +126,11 @@ class Settings(BaseModel):
     index_map_bytes: Size = _setting(
         64 * MiB, "First size of the index's memory map; it grows by itself. A multiple of 4KiB.", unit="size"
     )
+    reconcile_seconds: PositiveSeconds = _setting(
+        300.0,
+        "How often the files in data_dir are held against what is counted: others may remove some.",
+        unit="seconds",
+    )
     io_threads: Annotated[int, named(whole(1, 256))] = _setting(
         4, "Threads of the storage worker that read and write files.", unit="threads", topic="Work"
     )

@@ -523,6 +523,12 @@ class Cascade:
             return True
         return self.spare_files is not None and self.spare_files < 0 and self.spare_files + self._num_removes < 0
 
+    def file_lost(self, extent: Extent, now: float) -> None:
+        """Somebody else removed it: what is counted as used follows what is there."""
+        if extent.nvme is NvmeState.PRESENT:
+            self._ledger.counts.drift_bytes += extent.nvme_bytes
+            self.lose_file(extent, Reason.NOT_FOUND, now)
+
     def lose_file(self, extent: Extent, reason: Reason, now: float) -> None:
         """The file of some rank is not there or not right: the extent's files go, and what only they held."""
         ledger = self._ledger

@@ -30,6 +30,7 @@ class Counters:
     promoted_blocks: int = 0
     failed_reads: Counter[str] = field(default_factory=Counter)
     damaged_extents: Counter[str] = field(default_factory=Counter)
+    drift_bytes: int = 0  # of files that somebody else removed, noticed by looking and not by reading
     stale_staged_blocks: int = 0
     worker_deaths: int = 0
     purges: int = 0

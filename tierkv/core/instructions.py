@@ -316,6 +316,14 @@ class Alive(Report, frozen=True, tag=True):
     """About once a second when nothing else was said: the process runs, and hears."""
 
 
+class FileLost(Report, frozen=True, tag=True):
+    """A file that was there is not: somebody else removed it. What it took is free."""
+
+    group: bytes
+    rank: int
+    key: bytes
+
+
 class ScrubProgress(Report, frozen=True, tag=True):
     """`damaged` lists what this report adds: (path below the data directory, reason). `set_aside` names the extents
     that repair moved away, as (group, rank, key)."""
@@ -406,6 +414,7 @@ AnyReport = (
     | OpFailed
     | TierHealth
     | Alive
+    | FileLost
     | ScrubProgress
     | PurgeRecorded
     | PurgeSwept

@@ -29,6 +29,7 @@ from tierkv.core.grants import (
 )
 from tierkv.core.instructions import (
     AnyReport,
+    FileLost,
     GroupFound,
     OpFailed,
     PurgeRecorded,
@@ -265,6 +266,10 @@ class CacheState:
                     extent = self._ledger.tree.heads.get(key)
                     if extent is not None and extent.group == group:
                         self._cascade.lose_file(extent, Reason.CHECKSUM, now)
+            case FileLost():
+                extent = self._ledger.tree.heads.get(report.key)
+                if extent is not None and extent.group == report.group:
+                    self._cascade.file_lost(extent, now)
             case GroupFound():
                 if self._recovery is not None:
                     self._recovery.group_found(report)

@@ -69,6 +69,7 @@ class Tickets:
             return Refused(Reason.LAYOUT_MISMATCH)
         path = ledger.tree.walk(group, keys)
         states, missing, missing_keys = self._missing_blocks(group, keys, first, rank, path_blocks(path))
+        ledger.counts.duplicate_blocks += states.count(PRESENT) + states.count(PENDING)
         if len(frozenset(missing_keys)) < len(missing_keys):  # no chain of digests repeats itself
             return Refused(Reason.KEY_MISMATCH)
         # The prefix of what is being stored is not its own victim.

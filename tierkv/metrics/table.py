@@ -199,6 +199,11 @@ METRICS: tuple[Declared, ...] = (
         _by_tier(lambda t: t.overhead_bytes),
     ),
     Declared(
+        "drift_bytes_total", "counter", "bytes", (),
+        "Of files that others removed, found by holding the index against the disk.",
+        _one(lambda s: s.core.drift_bytes),
+    ),
+    Declared(
         "evicted_bytes_total", "counter", "bytes", ("tier", "reason"), "Bytes that left a tier.",
         _by_pair(lambda s: s.core.evicted_bytes),
     ),

@@ -55,6 +55,7 @@ def worker_config(
         reserve_bytes=settings.nvme_reserve_bytes,
         index_map_bytes=settings.index_map_bytes,
         stuck_seconds=settings.stuck_seconds,
+        reconcile_seconds=settings.reconcile_seconds,
         read_only=settings.read_only,
         sends_rows=sends_rows,
         discard_index=discard_index,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import (
     ExtentRow,
+    FileLost,
     OpenNamespace,
     OpFailed,
     Read,
@@ -319,6 +320,21 @@ class Operations:
             return
         restamp = Restamp(before.st_ctime_ns, after.st_ctime_ns)
         self._index.add(TouchedRow(_row_name(name), row.last_used, row.hits, restamp))
+
+    def look_for(self, name: ExtentName) -> None:
+        """Is the file of a row still there? Told when it is not."""
+        self._answer("Look", name.key, lambda: self._look_for(name), None)
+
+    def _look_for(self, name: ExtentName) -> Report | None:
+        try:
+            self._files.status(self._directory, name)
+        except StorageError as error:
+            if error.errno_name != "ENOENT":
+                self._gate.count(Failure.of(error))
+                return None
+            self._index.add(DropRow(_row_name(name)))
+            return FileLost(name.group, name.rank, name.key)
+        return None
 
     # ---------------------------------------------------------------- scrub
 

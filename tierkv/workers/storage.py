@@ -64,6 +64,7 @@ from tierkv.workers.operations import Operations
 from tierkv.workers.pulse import RECEIVER, Pulse
 from tierkv.workers.purger import Purger
 from tierkv.workers.quiet_log import QuietLog
+from tierkv.workers.reconciler import Reconciler
 from tierkv.workers.roll import Roll
 from tierkv.workers.scrubber import Scrubber
 from tierkv.workers.tier_gate import TierGate
@@ -155,6 +156,7 @@ class StorageWorker:
             roll=self._roll,
             quiet=self._quiet,
             index_problem=lambda: self._index_problem,
+            also=self._reconcile,
         )
         self._index = IndexWriter(
             self._catalog,
@@ -196,6 +198,9 @@ class StorageWorker:
             on_death=on_death,
         )
         self._stack.callback(self._purger.close, CLOSE_SECONDS)
+        self._reconciler = Reconciler(
+            directory, self._catalog, self._operations, self._queue, seconds=config.reconcile_seconds
+        )
         self._scrubber = Scrubber(directory, self._operations, self._queue, self._report, on_death=on_death)
         self._stack.callback(self._scrubber.end)
         self._stack.callback(health.close, CLOSE_SECONDS)
@@ -360,6 +365,9 @@ class StorageWorker:
         self._channel.send(reports, timeout_seconds=SEND_SECONDS)
         if any(isinstance(report, OpFailed) for report in reports):
             self._watch.wake()
+
+    def _reconcile(self) -> None:
+        self._reconciler.poke()
 
     def _tell_health(self) -> None:
         if self._health is not None:

@@ -58,9 +58,12 @@ class HealthWatch:
         roll: Roll | None = None,
         quiet: QuietLog | None = None,
         index_problem: Callable[[], str] = lambda: "",
+        also: Callable[[], None] = lambda: None,
     ) -> None:
         """`lock_fd` is the lock that this node holds, to be found in the directory; -1 where nobody looks. `quiet` is
-        told each period to say what it has counted."""
+        told each period to say what it has counted; `also` is called
+        after each look."""
+        self._also = also
         self._lock_fd = lock_fd
         self._post = (roll or Roll()).post("health")
         self._quiet = quiet
@@ -119,6 +122,7 @@ class HealthWatch:
         with self._post.at("look"):
             self._last = self._look()
         self.tell()
+        self._also()
         if self._quiet is not None:
             self._quiet.tell_counted()
 

@@ -20,6 +20,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `stuck_seconds`: an operation on a file that takes longer has the tier step down until it comes back.
 
+    `reconcile_seconds`: how often files that others removed are looked for.
+
     `read_only`: nothing below `data_dir` is made, written, renamed or removed.
 
     `sends_rows` false: the front knows the extents already, so that only temp files are cleared at the start.
@@ -43,6 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserve_bytes: int = 0
     index_map_bytes: int = 64 * 2**20
     stuck_seconds: float = 20.0
+    reconcile_seconds: float = 300.0
     read_only: bool = False
     sends_rows: bool = True
     discard_index: bool = False
