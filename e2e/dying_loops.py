@@ -19,7 +19,7 @@ from typing import Any
 VARIABLE = "DYING_LOOPS"
 POLL_SECONDS = 0.02
 
-AT_THEIR_START = ("scrub",)
+AT_THEIR_START = ("scrub", "purge")
 """Live shortly: they raise when they begin."""
 
 IN_THE_SYSTEM = ("supervisor-watch",)
@@ -71,12 +71,13 @@ def breaking(start: Callable[..., Any], process: str) -> Callable[..., Any]:
     """Of lifeline.start_thread."""
 
     def start_thread(name: str, target: Callable[[], None], **options: Any) -> Any:
-        if name in AT_THEIR_START:
+        kind = name.partition("-")[0]
+        if kind in AT_THEIR_START:
             order = Order(process)
             order._last = []
 
             def begin() -> None:
-                if order.take(name):
+                if order.take(kind):
                     raise LoopBroken
                 target()
 
@@ -103,10 +104,10 @@ def main() -> int:
         from tierkv.node import front
 
         return front.main(sys.argv[1:])
-    from tierkv.workers import flusher, index_writer, key_queue, lifeline, pulse, scrubber, storage, tier_health
+    from tierkv.workers import flusher, index_writer, key_queue, lifeline, pulse, purger, scrubber, storage, tier_health
 
     start = breaking(lifeline.start_thread, process)
-    for module in (flusher, index_writer, key_queue, lifeline, pulse, scrubber, tier_health):
+    for module in (flusher, index_writer, key_queue, lifeline, pulse, purger, scrubber, tier_health):
         module.start_thread = start  # type: ignore[attr-defined]
     return storage.main(sys.argv[1:])
 

@@ -57,6 +57,10 @@ class Broken:
             for _ in operator.verify():
                 return
 
+    def purge(self) -> None:
+        with connect_operator(self.node.endpoint) as operator:
+            operator.purge(tenant="nobody")
+
     def scrape(self) -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as page:
             return b"tierkv_ready" in page.read()
@@ -95,6 +99,8 @@ def test_a_loop_that_meets_an_exception_runs_again(broken: Broken, process: str,
         broken.use()
         if thread == "scrub":
             broken.scrub()
+        if thread == "purge":
+            broken.purge()
         if thread == "metrics":
             return "thread metrics; it is started again" in node.log()[seen:]
         return node.status() is not None and node.pid(process) != pid
@@ -104,7 +110,7 @@ def test_a_loop_that_meets_an_exception_runs_again(broken: Broken, process: str,
     wait_until(broken.use, "the queue drains", 60.0)
     assert broken.scrape()
     if thread not in ("MainThread", "metrics"):
-        assert re.search(rf"thread {thread}(-0)? died", node.log()[seen:])
+        assert re.search(rf"thread {thread}(-[0-9]+)? died", node.log()[seen:])
 
 
 def test_every_loop_has_its_test() -> None:
