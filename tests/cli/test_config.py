@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from tierkv.config import Settings
 
 
+@pytest.mark.scenario("B238", then="`tierkv config` shows each setting in force and where it came from")
 def test_every_setting_is_shown_with_its_source(tierkv, monkeypatch, tmp_path):
     file = tmp_path / "t.toml"
     file.write_text('\nhost_bytes = "128MiB"\n')
