@@ -25,7 +25,7 @@ from e2e.either_client import KINDS, EitherEngine
 from e2e.harness import Node, wait_until
 from tests.faults.proxy import Fault, Proxy, Way
 from tierkv.client import Operator, connect_operator
-from tierkv.client.operators import cancel_job, new_job, status, usage, verify_step, warmup_step
+from tierkv.client.operators import cancel_job, new_job, purge_step, status, usage, verify_step, warmup_step
 from tierkv.core.reasons import Reason
 from tierkv.errors import NodeSilent
 from tierkv.torture.stamped import identity, tokens_of
@@ -209,6 +209,22 @@ class AskVerify(AskWarmup):
 
     def act(self) -> Any:
         return self.engine.client._run(verify_step(self.engine.client._verbs, self.job, False))
+
+
+class AskPurge(Scene):
+    """Of a tenant that has nothing: what is asked for in vain is asked for all the same."""
+
+    def prepare(self) -> None:
+        self.job = new_job()
+
+    def act(self) -> Any:
+        verbs = self.engine.client._verbs
+        return self.engine.client._run(purge_step(verbs, self.job, f"salt {self.prompt}", None, None, False))
+
+    def check(self, had_effect: bool) -> None:
+        """Asked again under its id it is the same one."""
+        told = self.engine.do(self.act())
+        wait_until(lambda: self.engine.do(self.act()).finished, f"the purge is over: {told}", 30.0)
 
 
 SCENES: dict[str, type[Scene]] = {
