@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from e2e.harness import EngineProcess, Node, StampedEngine, environment, wait_until
+from tierkv.client import connect_operator
 from tierkv.wire.messages import BlockState
 from tierkv.wire.session import NODE_SOCKET_NAME, SESSION_SOCKET_NAME
 
@@ -164,6 +165,25 @@ def test_two_users_of_one_salt_store_beside_each_other(node: Node, inline_dir: P
         other.kill()
     assert "shared-secret" not in node.log()
     require_no_raw_salts(node)
+
+
+@needs_root
+def test_a_purge_of_one_users_salt_leaves_the_other_users(node: Node, inline_dir: Path) -> None:
+    one, other = Tenant(inline_dir, ALICE, "s"), Tenant(inline_dir, BOB, "s")
+    try:
+        for tenant in (one, other):
+            assert tenant.ask("store", prompt=1, blocks=BLOCKS, flushed=True)["flushed"] == BLOCKS
+        assert one.ask("hold_ticket", name="t", prompt=2, blocks=BLOCKS)["granted"] == BLOCKS
+        with connect_operator(node.endpoint) as operator:
+            receipt = operator.purge(tenant=f"inline:{ALICE}:s")
+            assert receipt.blocks == BLOCKS
+            assert one.ask("match", prompt=1, blocks=BLOCKS) == {"blocks": 0}
+            one.ask("fill", name="t")
+            assert one.ask("commit", name="t")["visible"] == 0, "what was reserved before can't be published"
+            assert other.ask("load", prompt=1, blocks=BLOCKS)["right"] == BLOCKS
+    finally:
+        one.kill()
+        other.kill()
 
 
 # ---- ends

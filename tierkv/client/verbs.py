@@ -307,6 +307,7 @@ class Verbs(InlineVerbs):
         problem: Failure | None = Failure(Reason.DEADLINE)
         try:
             problem = yield from self.put_staged(facts)
+            facts.staged = None  # what has arrived needs no memory here
         finally:  # also when the caller is interrupted or cancelled: what is half there must not stay
             if problem is not None:
                 self._state.doubt(session, Abort(id=0, session=session.token, grant=facts.grant))
