@@ -51,7 +51,7 @@ REASONS = {
     errno.ENFILE: Reason.TOO_MANY_FILES,
     errno.EACCES: Reason.NO_ACCESS,
 }
-TOLD_AS = {"scandir": "listdir", "makedirs": "mkdir"}
+TOLD_AS = {"scandir": "listdir", "makedirs": "mkdir", "chmod": "mkdir"}
 """Calls that go by the name of another one."""
 
 

@@ -144,7 +144,7 @@ def test_a_store_that_forgets_its_part_is_found_out(
 
 
 def check_all(life: Life, fresh: Path, *, nothing_is_promised: bool) -> None:
-    for number, state in enumerate(life.recorder.states(per_point=8, seed=SEED)):
+    for number, state in enumerate(life.recorder.states(per_point=100, seed=SEED)):
         (fresh / str(number)).mkdir()
         if nothing_is_promised:
             state.notes = ()
