@@ -60,7 +60,7 @@ class Day:
 
     def run(self) -> None:
         for _ in range(3):
-            with Desk(self.root, quarantine_bytes=60_000) as desk:
+            with Desk(self.root, health_seconds=0.05, quarantine_bytes=60_000) as desk:
                 desk.recovered()
                 self.check_found(desk)
                 for _ in range(HOURS):
