@@ -127,12 +127,13 @@ def _table(verdict: Verdict) -> Table:
     victims: Counter[str] = Counter()
     for what, number in verdict.kills.items():
         victims[what.split()[0]] += number
+    back = f"; back within {seconds:.1f} s, slowest after {whom}" if whom else ""
     rows = [
         ("operations", verdict.operations.total(), _listed(verdict.operations)),
-        ("kills", verdict.kills.total(), f"{_listed(victims)}; {verdict.held:,} of them caught in the act"),
+        ("kills", verdict.kills.total(), f"{_listed(victims)}; {verdict.held:,} of them caught in the act{back}"),
         ("other troubles", verdict.episodes.total(), _listed(verdict.episodes)),
-        ("prefixes flushed", verdict.flushed, f"{verdict.absent:,} evicted or damaged since, on purpose"),
-        ("blocks verified", verdict.verified, f"slowest return {seconds:.1f} s, {whom}" if whom else ""),
+        ("prefixes flushed", verdict.flushed, f"{verdict.absent:,} evicted, damaged or purged since, on purpose"),
+        ("blocks verified", verdict.verified, ""),
         ("wrong", len(verdict.wrong), "must be 0"),
         ("lost though flushed", len(verdict.lost), "must be 0"),
         *((f"leaks of {name}", len(several), "must be 0") for name, several in verdict.leaks.items()),

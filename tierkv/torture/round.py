@@ -118,12 +118,15 @@ class Round:
             if not go_on() or not self._has_room():
                 break
             self.verdict.trail.append(f"{scenario.act.__name__}: {scenario.victim} {scenario.stage}")
+            began = time.monotonic()
             scenario.play(self)
+            self.verdict.note_step(time.monotonic() - began)
             self._look_at_memory()
         began = time.monotonic()
         self.verdict.trail.append("reckoning")
         Reckoning(self).make()
         self.verdict.rounds[self.conditions.name] += 1
+        self.verdict.note_step(time.monotonic() - began)
         return time.monotonic() - began
 
     # ---- what scenarios are made of

@@ -88,7 +88,7 @@ def _play(folder: Path, planned: PlannedRound, verdict: Verdict, clock: _Clock, 
 class _Clock:
     """`reckoning_seconds`: what the last round took for its end, so that the next one begins it in time."""
 
-    reckoning_seconds = 5.0
+    reckoning_seconds = 10.0
 
     def __init__(self, seconds: float | None) -> None:
         self._began = time.monotonic()

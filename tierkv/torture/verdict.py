@@ -17,10 +17,10 @@ class Found(AssertionError):
 @dataclass
 class Verdict:
     """`operations` by kind; `kills` by victim, of which `held` came at a chosen point (a barrier, between two steps, in
-    some state); `episodes`
-    are faults without a kill. Of the prefixes that were reported flushed, `absent` were evicted since, or damaged, on
-    purpose. Findings say in words what, whose and where; `broken` are promises that have no line of their own. `trail`
-    names the steps of the last round, the last of which was under way when something was found."""
+    some state); `episodes` are troubles without a kill. Of the prefixes that were reported flushed, `absent` were
+    evicted, damaged or purged since, on purpose. Findings say in words what, whose and where; `broken` are promises
+    that have no line of their own. `trail` names the steps of the last round, the last of which was under way when
+    something was found."""
 
     seed: int
     operations: Counter[str] = field(default_factory=Counter)
@@ -32,6 +32,7 @@ class Verdict:
     absent: int = 0
     verified: int = 0
     slowest_return: tuple[float, str] = (0.0, "")
+    slowest_step: tuple[float, str] = (0.0, "")
     seconds: float = 0.0
     interrupted: bool = False
     wrong: list[str] = field(default_factory=list)
@@ -55,6 +56,10 @@ class Verdict:
         """Nothing was found, and it came to its end."""
         return not self.findings and not self.interrupted
 
+    def note_step(self, seconds: float) -> None:
+        """The last one of the trail has taken so long."""
+        self.slowest_step = max(self.slowest_step, (seconds, self.trail[-1]))
+
     def find_leak(self, name: str, what: str) -> None:
         self.leaks[name].append(what)
 
@@ -72,10 +77,12 @@ class Verdict:
             "kills_held": self.held,
             "episodes": dict(self.episodes),
             "prefixes_flushed": self.flushed,
-            "prefixes_evicted_or_damaged": self.absent,
+            "prefixes_given_up": self.absent,
             "blocks_verified": self.verified,
             "slowest_return_seconds": round(seconds, 2),
             "slowest_return": whom,
+            "slowest_step_seconds": round(self.slowest_step[0], 2),
+            "slowest_step": self.slowest_step[1],
             "wrong": len(self.wrong),
             "lost": len(self.lost),
             "leaks": {name: len(several) for name, several in self.leaks.items()},
