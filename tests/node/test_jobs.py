@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.node.kit import GROUP, Kit
+from tests.node.kit import ENGINE, GROUP, Kit
 from tests.node.test_reading_and_writing import put_on_nvme_only
 from tierkv.core.instructions import CancelScrub, Read, ReadDone, Scrub, ScrubProgress
 from tierkv.node import jobs
 from tierkv.node.jobs import ABANDONED_SECONDS
-from tierkv.wire.messages import ErrorCode, Match, Verify, Warmup
+from tierkv.wire.frames import encode
+from tierkv.wire.messages import ErrorCode, Match, Verify, VerifyReply, Warmup
 
 JOB, OTHER = b"job-number-00001", b"job-number-00002"
 
@@ -143,3 +144,26 @@ def test_a_verification_ends_when_cancelled_or_abandoned(durable: Kit) -> None:
 def test_a_memory_only_node_has_nothing_to_verify() -> None:
     kit = Kit()
     assert kit.ask(Verify, job=JOB).finished
+
+
+@pytest.mark.scenario(
+    "B158", then="what was found is told again to who asks again under the same id, and once to others"
+)
+def test_a_request_that_is_sent_twice_is_told_the_same(durable: Kit) -> None:
+    """The reply to the first went down with its connection."""
+
+    def ask(request_id: int) -> VerifyReply:
+        durable.service.handle(b"peer", encode(Verify(id=request_id, session=ENGINE, job=JOB)), durable.now)
+        (reply,) = durable.take_replies()
+        assert isinstance(reply, VerifyReply)
+        return reply
+
+    ask(900)
+    (scrub,) = scrubs(durable)
+    durable.report(progress(scrub.op, 4, damaged=[("models/a", "checksum")]))
+    assert [entry.path for entry in ask(901).damaged] == ["models/a"]
+    durable.report(progress(scrub.op, 5, damaged=[("models/b", "checksum")]))
+    again = ask(901)
+    assert ([entry.path for entry in again.damaged], again.checked_files) == (["models/a"], 5)
+    assert [entry.path for entry in ask(902).damaged] == ["models/b"]
+    assert ask(903).damaged == ()

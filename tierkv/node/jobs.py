@@ -53,6 +53,8 @@ class _Scrubbing:
     finished: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
     untold: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)  # with the reply to request `told_to`
+    told_to: int = -1
     set_aside: set[tuple[bytes, int, bytes]] = field(default_factory=set)
 
 
@@ -116,14 +118,16 @@ class Verifications:
 
 
 def _tell(request_id: int, job: _Scrubbing) -> VerifyReply:
-    told, job.untold = job.untold[:MAX_DAMAGED_PER_REPLY], job.untold[MAX_DAMAGED_PER_REPLY:]
+    if request_id != job.told_to:  # or it is asked again, as its reply went down with a connection
+        job.told, job.untold = job.untold[:MAX_DAMAGED_PER_REPLY], job.untold[MAX_DAMAGED_PER_REPLY:]
+        job.told_to = request_id
     return VerifyReply(
         id=request_id,
         checked_files=job.checked,
         total_files=job.total,
         checked_bytes=job.checked_bytes,
         damaged_files=len(job.damaged),
-        damaged=tuple(DamagedEntry(path, job.damaged[path]) for path in told),
+        damaged=tuple(DamagedEntry(path, job.damaged[path]) for path in job.told),
         finished=job.finished and not job.untold,
         set_aside_files=len(job.set_aside),
     )
