@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,10 +13,10 @@ from tests.client.conftest import BLOCK_BYTES, TOKENS, make_identity, poisoned, 
 from tests.client.fake_node import FakeNode, answer
 from tierkv.client import Client, Group, connect
 from tierkv.client.answers import Committed, Match, Sealed
-from tierkv.core.identity import Identity, Layout
+from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
-from tierkv.errors import LayoutMismatch
+from tierkv.errors import ConfigError, LayoutMismatch
 from tierkv.wire.messages import (
     Acquire,
     AcquireReply,
@@ -508,6 +509,18 @@ def test_buffers_that_are_not_what_the_identity_says_are_refused(client: Client,
         client.open(make_identity(), block_bytes=8192)
     assert node.saw(OpenGroup) == []
     assert client.open(make_identity(), block_bytes=4096).persistent is True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"salt": "\ud800"}, {"salt": 7.5}, {"adapter": None}, {"config": b"bytes"}, {"parallel": Parallel(tensor=2**70)}],
+)
+def test_an_identity_of_which_no_key_can_be_made_is_refused_by_name(
+    client: Client, node: FakeNode, change: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match="identity"):
+        client.open(msgspec.structs.replace(make_identity(), **change))
+    assert node.saw(OpenGroup) == []
 
 
 def test_a_layout_that_the_node_refuses_is_the_same_error(client: Client, node: FakeNode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 
 from tierkv.client.prompt import Extras, KeyChain, TokenIds, pack_prompt
@@ -127,6 +128,10 @@ def declare(
         raise ConfigError("layout.block_bytes", f"{layout.block_bytes}; a block has at least one byte")
     if not 0 <= rank < identity.parallel.shards:
         raise ConfigError("rank", f"{rank}, but the identity has {identity.parallel.shards} shards")
+    try:
+        identity.encode()
+    except (TypeError, ValueError, struct.error) as error:  # a number for a text, half a character, more than 64 bits
+        raise ConfigError("identity", f"can't be made a key of: {error}") from error
     if block_bytes is not None and block_bytes != layout.total_block_bytes:
         raise LayoutMismatch("block_bytes", layout.total_block_bytes, block_bytes)
     return GroupRecord(
