@@ -52,6 +52,10 @@ class Order:
         self._last = found
         return found[1]
 
+    def done(self) -> None:
+        """Who comes next, in the place of this process, is not to do it again."""
+        self._file.write_text("")
+
 
 def raise_in(name: str) -> None:
     for thread in threading.enumerate():
@@ -78,6 +82,7 @@ def breaking(start: Callable[..., Any], process: str) -> Callable[..., Any]:
 
             def begin() -> None:
                 if order.take(kind):
+                    order.done()
                     raise LoopBroken
                 target()
 
