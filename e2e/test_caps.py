@@ -19,10 +19,12 @@ pytestmark = pytest.mark.timeout(120)
 
 PROMPTS, BLOCKS = 60, 8  # 7.5 MiB in extents of 128 KiB
 
-CAPS = {"host_bytes", "nvme_bytes", "session_bytes", "quarantine_bytes"}
+CAPS = {"host_bytes", "nvme_bytes", "session_bytes", "quarantine_bytes", "inline_bytes"}
+"""inline_bytes: tests/gateway/test_service.py, for it takes a gateway."""
 OTHER_SIZES = {"nvme_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_bytes"}
 
 
+@pytest.mark.scenario("B092", then="every size among the settings is tried, or no cap")
 def test_every_size_among_the_settings_is_a_cap_that_is_tried_here_or_none() -> None:
     assert {name for name in Settings.model_fields if name.endswith("_bytes")} == CAPS | OTHER_SIZES
 
@@ -51,6 +53,7 @@ def overfill(engine: StampedEngine) -> None:
         engine.seal(prompt, BLOCKS)
 
 
+@pytest.mark.scenario("B092", then="the measured peak stays within the cap")
 def test_host_memory(tmp_path: Path) -> None:
     with Node(tmp_path, host_bytes="2MiB", slab_bytes="512KiB") as node:
         node.start()
@@ -62,6 +65,7 @@ def test_host_memory(tmp_path: Path) -> None:
             assert engine.match(PROMPTS - 1, BLOCKS) == BLOCKS
 
 
+@pytest.mark.scenario("B092", then="the measured peak stays within the cap")
 def test_room_on_disk(tmp_path: Path) -> None:
     with Node(tmp_path, nvme_bytes="2MiB") as node:
         node.start()
@@ -78,6 +82,7 @@ def test_room_on_disk(tmp_path: Path) -> None:
         assert len(list((node.data_dir / "models").rglob("*.kv"))) > 4
 
 
+@pytest.mark.scenario("B092", then="the measured peak stays within the cap")
 def test_what_one_session_holds(tmp_path: Path) -> None:
     cap_blocks = 10
     with Node(tmp_path, session_bytes=str(cap_blocks * BLOCK_BYTES)) as node:
@@ -92,6 +97,7 @@ def test_what_one_session_holds(tmp_path: Path) -> None:
             assert engine.store(3, 8) == 8
 
 
+@pytest.mark.scenario("B092", then="the measured peak stays within the cap")
 def test_quarantine(tmp_path: Path) -> None:
     with Node(tmp_path, quarantine_bytes="300KiB") as node:
         node.start()

@@ -106,6 +106,7 @@ def test_a_supervisor_that_is_silent_is_named_and_the_node_does_not_count_as_liv
         wait_health(port, "/healthz", lambda status, _: status == 200, "it is well again")
 
 
+@pytest.mark.scenario("B129", then="emptied in place it is made anew with its lock; lookups miss, stores go on")
 def test_a_data_directory_that_was_emptied_is_made_anew_and_the_node_goes_on(tmp_path: Path) -> None:
     port = free_port()
     with Node(tmp_path, metrics_port=str(port)) as node:
@@ -132,6 +133,7 @@ def test_a_data_directory_that_was_emptied_is_made_anew_and_the_node_goes_on(tmp
         assert node.stop().exit_code == 0
 
 
+@pytest.mark.scenario("B129", then="removed, the tier is off as data_dir_gone and not for want of space")
 def test_a_data_directory_that_was_removed_is_waited_for_under_its_own_reason(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         node.start()

@@ -31,6 +31,7 @@ def test_nothing_given_is_a_node_in_memory_only():
     assert found.socket_dir == Path("/run/user/7/tierkv/memory")
 
 
+@pytest.mark.scenario("B091", then="by default a quarter of the smaller of machine and control group")
 def test_host_memory_is_a_quarter_of_what_the_machine_or_the_control_group_has():
     assert settings().host_bytes == 8 * GiB
     assert settings(machine(cgroup_bytes=2 * GiB)).host_bytes == 512 * MiB
@@ -76,6 +77,7 @@ def test_more_host_memory_than_the_machine_has_is_refused_with_both_numbers():
     assert "64GiB is more than the memory of this machine, 24.0 GiB" in error.problem
 
 
+@pytest.mark.scenario("B091", then="more than the control group has is refused with both numbers")
 def test_more_host_memory_than_the_control_group_allows_is_refused_with_both_numbers():
     error = refusal(machine(cgroup_bytes=2 * GiB), host_bytes="3GiB")
     assert error.field == "host_bytes"

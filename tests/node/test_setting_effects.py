@@ -102,6 +102,10 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"lock_wait_seconds": itself},
         "tests/node/test_lock.py::test_a_start_waits_for_the_lock_and_takes_it_when_it_comes_free",
     ),
+    "reconcile_seconds": (
+        {"reconcile_seconds": worker},
+        "e2e/test_capacity.py::test_files_that_somebody_removed_stop_counting",
+    ),
     "hang_seconds": ({"hang_seconds": front}, "e2e/test_health.py::test_a_hung_front_is_replaced_and_engines_go_on"),
     "stuck_seconds": (
         {"stuck_seconds": worker},

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,7 @@ def test_a_row_describes_only_the_file_it_was_learned_from(tmp_path: Path) -> No
     assert not IndexedFile(value.row, status.st_ino, status.st_ctime_ns - 1).describes(status)
 
 
+@pytest.mark.scenario("B172", then="the map grows until every row is in, and all are there after it is opened again")
 def test_a_tiny_map_grows_until_every_row_is_in(folder: int) -> None:
     with opened(folder, map_bytes=1) as catalog:
         for start in range(0, 4_000, 500):
@@ -138,6 +140,7 @@ def test_a_tiny_map_grows_until_every_row_is_in(folder: int) -> None:
         assert catalog.apply([put(number) for number in range(4_000, 4_500)]) == Applied(500)
 
 
+@pytest.mark.scenario("B173", then="the map has what was asked for")
 def test_a_huge_map_is_had_whole(folder: int) -> None:
     for map_bytes in (2**31, 2**32 + 1, 2**39):
         with opened(folder, map_bytes=map_bytes) as catalog:
@@ -145,6 +148,7 @@ def test_a_huge_map_is_had_whole(folder: int) -> None:
             assert catalog.map_bytes >= map_bytes
 
 
+@pytest.mark.scenario("B173", then="a map that is refused is told as such, never made smaller")
 def test_a_map_that_memory_limits_refuse_costs_the_index_and_not_the_rows(folder: int) -> None:
     fill(folder, range(3))
     limit = resource.getrlimit(resource.RLIMIT_AS)
@@ -345,6 +349,7 @@ def test_an_index_that_is_deleted_while_in_use_is_made_anew(folder: int, tmp_pat
         assert numbers_in(catalog) == {3}
 
 
+@pytest.mark.scenario("B176", then="updates without end leave the file within twice its size")
 def test_updates_without_end_do_not_make_it_grow(folder: int, tmp_path: Path) -> None:
     with opened(folder) as catalog:
         catalog.apply([put(number) for number in range(300)])
@@ -357,6 +362,7 @@ def test_updates_without_end_do_not_make_it_grow(folder: int, tmp_path: Path) ->
         assert (tmp_path / "data.mdb").stat().st_size <= 2 * baseline
 
 
+@pytest.mark.scenario("B174", then="a forked child is refused, and its parent goes on")
 def test_a_forked_child_may_not_use_it(folder: int) -> None:
     with opened(folder) as catalog:
         catalog.apply([put(1)])
@@ -410,3 +416,43 @@ def test_the_bytes_behind_a_prefix_are_told_without_the_rows(folder: int) -> Non
         assert catalog.next_bytes(b"\xff" * 66) == []
         catalog.apply([PutRow(HOME.pack() + bytes([255]) * 32, value_of(1)), PutRow(HOME.pack(), value_of(2))])
         assert catalog.next_bytes(HOME.pack())[-1] == 255
+
+
+@pytest.mark.scenario("B175", then="there are no reader slots: LMDB makes no lock file, however many have died in it")
+def test_there_are_no_reader_slots_to_leak(folder: int, tmp_path: Path) -> None:
+    for turn in range(200):
+        with opened(folder) as catalog:
+            assert isinstance(catalog.apply([put(turn)]), Applied)
+            assert isinstance(catalog.read(HOME.pack()), dict)
+    child = os.fork()
+    if child == 0:
+        Catalog(folder, store_id=STORE, map_bytes=2**20).count()
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "lock.mdb").exists()
+    with opened(folder) as catalog:
+        assert catalog.apply([put(1_000)]) == Applied(1)
+
+
+@pytest.mark.scenario("B172", then="an index folder that was deleted is made again; problems tell its real name")
+def test_an_index_folder_that_is_deleted_while_in_use_is_made_anew(tmp_path: Path) -> None:
+    place = tmp_path / "index"
+    place.mkdir()
+    fd = os.open(place, os.O_RDONLY)
+
+    def reopen() -> int:
+        place.mkdir()
+        return os.open(place, os.O_RDONLY)
+
+    try:
+        with Catalog(fd, store_id=STORE, map_bytes=2**20, reopen=reopen) as catalog:
+            catalog.apply([put(1)])
+            shutil.rmtree(place)
+            answer = catalog.apply([put(2)])
+            assert isinstance(answer, IndexFailed)
+            assert "/proc/self/fd" not in answer.problem
+            assert catalog.apply([put(3)]) == Applied(1)
+            assert (place / "data.mdb").exists()
+            assert numbers_in(catalog) == {3}
+    finally:
+        os.close(fd)

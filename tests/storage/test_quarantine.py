@@ -132,6 +132,7 @@ def test_foreign_entries_are_neither_counted_nor_removed(directory: DataDirector
     assert outside.read_text() == "mine"
 
 
+@pytest.mark.scenario("B089", then="what is removed from quarantine counts no more")
 def test_what_an_operator_removed_is_noticed(directory: DataDirectory) -> None:
     aside = quarantine(directory, max_bytes=FILE_BYTES)
     aside.set_aside(stored(directory).name, Reason.CHECKSUM, NOW)

@@ -29,7 +29,7 @@ import lmdb
 import msgspec
 
 from tierkv.core.keys import KEY_BYTES
-from tierkv.errors import BrokenInvariant
+from tierkv.errors import BrokenInvariant, StorageError
 from tierkv.storage.index_file import ENVIRONMENT, exists, extend_to, find_flaw
 from tierkv.storage.index_row import NAME_BYTES, NAMESPACE_BYTES, IndexedFile, Namespace, decode_row, encode_row
 
@@ -94,11 +94,20 @@ class Catalog:
     every later call tries to open it again."""
 
     def __init__(
-        self, folder_fd: int, *, store_id: str, map_bytes: int, discard: str = "", read_only: bool = False
+        self,
+        folder_fd: int,
+        *,
+        store_id: str,
+        map_bytes: int,
+        discard: str = "",
+        read_only: bool = False,
+        reopen: Callable[[], int] | None = None,
     ) -> None:
         """`folder_fd` is the index folder, which stays open as long as this. `discard` is why what is there shall not
         be opened, if so (the process that opened it last died of it). `read_only`: the folder is left as it is, what
-        can't be used in it is done without, and changes are not made."""
+        can't be used in it is done without, and changes are not made. `reopen` makes the folder again, and opens it,
+        when somebody has deleted it."""
+        self._reopen = reopen
         self._read_only = read_only
         self._folder_fd = folder_fd
         self._store_id = store_id.encode()
@@ -144,17 +153,34 @@ class Catalog:
         """Open what is there, or set it aside and open an empty one. On failure `problem` says why."""
         self.problem = ""
         try:
+            self._follow_folder()
             flaw = discard or find_flaw(self._folder_fd) or self._try_open()
             if flaw and self._read_only:
                 self.problem = flaw
             elif flaw:
                 self._set_aside(flaw)
                 self.problem = self._try_open()
-        except (OSError, lmdb.Error) as error:
+        except (OSError, lmdb.Error, StorageError) as error:
             self._drop_environment()
-            self.problem = str(error)
+            self.problem = self._with_real_path(str(error))
         if self.problem:
             log.warning("there is no index for now: %s", self.problem)
+
+    def _follow_folder(self) -> None:
+        """The index may be deleted at any time, and its folder with it: another one takes its place, under the same
+        descriptor."""
+        if self._reopen is None or self._folder_fd < 0 or os.fstat(self._folder_fd).st_nlink:
+            return
+        fd = self._reopen()
+        os.dup2(fd, self._folder_fd, inheritable=False)
+        os.close(fd)
+
+    def _with_real_path(self, problem: str) -> str:
+        """LMDB knows the folder by its descriptor; a reader of logs wants its name."""
+        by_descriptor = f"/proc/self/fd/{self._folder_fd}"
+        with contextlib.suppress(OSError):
+            return problem.replace(by_descriptor, os.readlink(by_descriptor))
+        return problem
 
     def _try_open(self) -> str:
         """What is wrong with the environment; empty if it is open now. Raises OSError, and lmdb.Error of the system."""
@@ -355,10 +381,10 @@ class Catalog:
                         self._drop_environment()  # opened again, and looked at again, by the next call
                     else:
                         self._open(discard=str(error))
-                    return IndexFailed(str(error))
+                    return IndexFailed(self._with_real_path(str(error)))
                 except OSError as error:
                     self._drop_environment()  # somebody deleted the file, as they may: the next call makes a new one
-                    return IndexFailed(str(error))
+                    return IndexFailed(self._with_real_path(str(error)))
             return IndexFailed(self.problem)
 
     def _grow(self, env: lmdb.Environment) -> None:

@@ -139,6 +139,7 @@ class StorageWorker:
                 map_bytes=config.index_map_bytes,
                 discard=discard,
                 read_only=directory.read_only,
+                reopen=partial(directory.open_folder, (INDEX,), create=True),
             )
         )
         self._times = CoarseTimes()
