@@ -8,6 +8,7 @@ Each cell of the table is a request type, a way, a fault. `SCENES` has a row for
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from tierkv.client import Operator, connect_operator
 from tierkv.client.operators import cancel_job, new_job, purge_step, status, usage, verify_step, warmup_step
 from tierkv.core.reasons import Reason
 from tierkv.errors import NodeSilent
-from tierkv.torture.stamped import identity, tokens_of
+from tierkv.torture.stamped import count_right, identity, poisoned, tokens_of
 from tierkv.wire.messages import AnyRequest, StatusReply, Verify, Warmup
 
 pytestmark = pytest.mark.timeout(180)
@@ -233,7 +234,7 @@ SCENES: dict[str, type[Scene]] = {
 
 
 ELSEWHERE = {"Fetch", "Put"}
-"""What only a gateway is asked for."""
+"""What only a gateway is asked for: below."""
 
 
 def test_every_request_type_has_a_row() -> None:
@@ -334,6 +335,66 @@ def settle(world: World, engine: EitherEngine) -> None:
         return (engine.client.counters.in_doubt, told.leases, told.tickets) == (0, 0, 0)
 
     wait_until(is_settled, "nothing is in doubt, leased or reserved", 30.0)
+
+
+# ---- payload in frames
+
+
+@pytest.fixture(scope="module")
+def inline(own_surroundings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Through the gateway, as a user that is not trusted (which is ours)."""
+    sockets = Path(tempfile.mkdtemp(prefix="tkv"))
+    sockets.chmod(0o711)
+    (sockets / "proxy").mkdir()
+    options = {"inline_users": str(os.getuid()), "inline_dir": str(sockets / "i"), "host_bytes": "16MiB"}
+    with Node(tmp_path_factory.mktemp("node"), **options) as node:
+        node.start()
+        node.wait_status(lambda told: any(one.name == "gateway" and one.state == "running" for one in told.workers), "")
+        with Proxy(sockets / "i", sockets / "proxy") as proxy, connect_operator(node.endpoint) as operator:
+            with EitherEngine("blocking", sockets / "i") as engine:
+                assert engine.store(BASE, BLOCKS) == BLOCKS
+            operator.status()
+            yield World(node, proxy, operator)
+        assert "Traceback" not in node.log()
+    shutil.rmtree(sockets)
+
+
+@pytest.mark.parametrize("client", KINDS)
+@pytest.mark.parametrize("way", list(Way))
+def test_payload_that_meets_a_fault_is_right_or_a_miss(
+    inline: World, client: str, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.client.asking.GRACE_SECONDS", LOST_SECONDS)
+    for fault in FAULTS:
+        lost = fault in (Fault.DROP, Fault.HOLD, Fault.SWAP)
+        with EitherEngine(client, inline.proxy.directory) as engine:
+            for kind in sorted(ELSEWHERE):
+                prompt = next(_prompts)
+                if kind == "Put":
+                    ticket = engine.reserve(prompt, BLOCKS, deadline_seconds=20.0)
+                    engine.fill(ticket, prompt, BLOCKS)
+                else:
+                    lease = engine.do(engine.group.acquire(keys=engine.keys(BASE, BLOCKS), deadline_seconds=20.0))
+                rule = inline.proxy.add(kind, way, fault)
+                engine.state.timeout_seconds = LOST_SECONDS if lost else 20.0
+                if kind == "Put":
+                    visible = engine.do(ticket.commit()).visible
+                    assert visible == BLOCKS if not lost else visible in (0, BLOCKS), (kind, fault)
+                    engine.do(ticket.abort())
+                else:
+                    destination = poisoned(BLOCKS)
+                    valid = engine.do(lease.copy_into(destination))
+                    assert count_right(destination, engine.keys(BASE, BLOCKS), valid) == valid, (kind, fault)
+                    assert valid == BLOCKS or lost, (kind, fault)
+                    engine.do(lease.release())
+                rule.wait()
+                inline.proxy.calm()
+                settle(inline, engine)
+                if kind == "Put":
+                    assert not engine.load(prompt, BLOCKS, deadline_seconds=20.0).is_wrong
+                    assert engine.store(prompt, BLOCKS, deadline_seconds=20.0) == BLOCKS
+                    assert engine.load(prompt, BLOCKS, deadline_seconds=20.0).right == BLOCKS
+                settle(inline, engine)
 
 
 # ---- the session socket

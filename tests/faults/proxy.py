@@ -37,6 +37,7 @@ from tierkv.wire.session import (
     MAX_PACKET_BYTES,
     NODE_SOCKET_NAME,
     SESSION_SOCKET_NAME,
+    InlineGrant,
     SessionGrant,
     decode_packet,
     encode_packet,
@@ -119,7 +120,8 @@ class Proxy:
     def __init__(self, node_directory: Path, directory: Path) -> None:
         self.directory = directory
         self.seen: list[Seen] = []
-        self._node_directory = node_directory
+        self._sessions_go_to = node_directory / SESSION_SOCKET_NAME
+        self._requests_go_to = node_directory / NODE_SOCKET_NAME  # or where a grant says: a gateway has other names
         self._rules: list[Rule] = []
         self._unruly: _Unruly | None = None
         self._changed = threading.Condition()
@@ -130,8 +132,8 @@ class Proxy:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_woken)
         self._listeners = [
-            self._listen(NODE_SOCKET_NAME, socket.SOCK_STREAM),
-            self._listen(SESSION_SOCKET_NAME, socket.SOCK_SEQPACKET),
+            self._listen(NODE_SOCKET_NAME, socket.SOCK_STREAM, lambda: self._requests_go_to),
+            self._listen(SESSION_SOCKET_NAME, socket.SOCK_SEQPACKET, lambda: self._sessions_go_to),
         ]
         self._running = True
         self._thread = threading.Thread(target=self._serve, name="fault proxy")
@@ -230,19 +232,19 @@ class Proxy:
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
             done.set_exception(error)
 
-    def _listen(self, name: str, kind: int) -> socket.socket:
+    def _listen(self, name: str, kind: int, to: Callable[[], Path]) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, kind)
         listener.bind(os.fspath(self.directory / name))
         listener.listen(128)
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener, name, kind))
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener, kind, to()))
         return listener
 
-    def _accept(self, listener: socket.socket, name: str, kind: int) -> None:
+    def _accept(self, listener: socket.socket, kind: int, to: Path) -> None:
         client, _ = listener.accept()
         node = socket.socket(socket.AF_UNIX, kind)
         try:
-            node.connect(os.fspath(self._node_directory / name))
+            node.connect(os.fspath(to))
         except OSError:  # there is no node: the client hears it as from the node itself
             node.close()
             client.close()
@@ -301,7 +303,8 @@ class Proxy:
         with suppress(WireError):
             message = decode_packet(packet)
             kind = type(message).__name__
-            if isinstance(message, SessionGrant):
+            if isinstance(message, SessionGrant | InlineGrant):
+                self._requests_go_to = Path(message.endpoint.removeprefix("ipc://"))
                 endpoint = f"ipc://{self.directory / NODE_SOCKET_NAME}"
                 packet = encode_packet(msgspec.structs.replace(message, endpoint=endpoint))
         self._treat(stream, kind, 0, packet, list(descriptors))
