@@ -33,6 +33,7 @@ def command(*, where: Where, as_json: bool) -> None:
         return
     shown = table("setting", "value", "from")
     for name, value in values.items():
-        shown.add_row(name, format_value(name, value), effective.sources[name])
+        is_moot = name == "nvme_bytes" and effective.settings.data_dir is None
+        shown.add_row(name, "none" if is_moot else format_value(name, value), effective.sources[name])
     console().print(shown)
     click.echo(f"\nfile: {effective.file or 'none'}")

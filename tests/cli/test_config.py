@@ -20,6 +20,15 @@ def test_every_setting_is_shown_with_its_source(tierkv, monkeypatch, tmp_path):
     assert lines["io_threads"][1:] == ["4", "default"]
 
 
+def test_room_on_disk_that_is_left_open_is_told_by_what_it_comes_to(tierkv, tmp_path):
+    def shown(*arguments: str) -> str:
+        out = tierkv("config", *arguments).out
+        return " ".join(out[out.index("nvme_bytes") : out.index("nvme_reserve_bytes")].split())
+
+    assert shown("--data-dir", str(tmp_path / "d")).startswith("nvme_bytes 80 % of what is free")
+    assert shown() == "nvme_bytes none default"
+
+
 def test_json_has_values_and_sources(tierkv):
     found = tierkv("config", "--json").json
     assert found["file"] is None

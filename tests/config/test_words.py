@@ -42,7 +42,7 @@ def test_defaults_that_do_not_depend_on_the_machine_are_the_ones_in_the_file():
 def test_a_value_is_written_as_a_file_would_have_it():
     assert format_value("host_bytes", 2**30) == '"1GiB"'
     assert format_value("host_bytes", 1001) == "1001"
-    assert format_value("data_dir", None) == "none"
+    assert format_value("data_dir", None) == "none, memory only"
     assert format_value("data_dir", Path('/a"b')) == '"/a\\"b"'
     assert format_value("huge_pages", False) == "false"
     assert format_value("drain_seconds", 2.5) == "2.5"

@@ -44,10 +44,10 @@ def _describe(name: str, info: FieldInfo) -> SettingWords:
 
 
 def format_value(name: str, value: object) -> str:
-    """A value as a file would have it, or "none"."""
-    if value is None:
-        return "none"
+    """A value as a file would have it. A setting that is left open is told by what it comes to: "none, no endpoint"."""
     extra = Settings.model_fields[name].json_schema_extra
+    if value is None:
+        return str(extra.get("default_text") or "none") if isinstance(extra, dict) else "none"
     return _toml(value, str(extra.get("unit", "")) if isinstance(extra, dict) else "")
 
 
