@@ -85,6 +85,7 @@ def code_of(reply: AnyReply) -> str:
     return reply.code
 
 
+@pytest.mark.scenario("B171", then="a message of an unknown type is answered with an error")
 @pytest.mark.parametrize(
     ("frame", "code"),
     [
@@ -299,6 +300,10 @@ class Nonsense:
         return {"type": kind, "job": self._grant(), "budget_bytes": 2**62, "cancel": cancel, "repair": True, **extra}
 
 
+@pytest.mark.scenario(
+    "B170",
+    then="thousands of frames that are or mean nothing are each answered, and a healthy client beside them is served",
+)
 def test_nonsense_without_end_is_answered_and_harms_nobody(node: Node) -> None:
     before = node.status()
     assert before is not None

@@ -507,6 +507,7 @@ def test_rubbish_on_either_socket_harms_nobody(node: Node) -> None:
     assert "Traceback" not in node.log()
 
 
+@pytest.mark.scenario("B162", then="while replies pile up for one, the others wait no longer, and memory is bounded")
 def test_a_peer_that_does_not_read_slows_nobody_down(node: Node) -> None:
     node.start()
     with StampedEngine(node.endpoint) as engine, zmq.Context() as context, context.socket(zmq.DEALER) as slow:

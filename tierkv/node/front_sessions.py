@@ -43,7 +43,7 @@ class SessionTable:
         if session is not None:
             session.is_closed = True
 
-    def is_first_lost(self, token: bytes) -> bool:
+    def note_lost_reply(self, token: bytes) -> bool:
         """A reply of this session was lost. Whether that is news; it is slow from now on."""
         session = self._sessions.get(token)
         if session is None or session.is_slow:

@@ -192,7 +192,7 @@ class Service:
     def _on_lost_reply(self, token: bytes) -> None:
         """Whoever does not read what it asked for gets no more of it, so that its backlog ends at what ZeroMQ and the
         kernel hold. With a new session it starts afresh."""
-        if self._sessions.is_first_lost(token):
+        if self._sessions.note_lost_reply(token):
             self._outbox.slow_sessions += 1
             log.warning("session %s does not read its replies: slow_consumer", token.hex())
 
