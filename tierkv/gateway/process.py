@@ -113,7 +113,8 @@ class Gateway:
         await self._upstream.run(self._upstream.verbs.connect())
         check_due = time.monotonic() + SOCKET_CHECK_SECONDS
         while True:
-            with suppress(BlockingIOError):  # the supervisor is busy: it will read the ones before
+            # The supervisor is busy, and will read the ones before; or it has let go, which is for `_listen` to see.
+            with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 self._lifeline.send(b"alive")
             self._service.sweep()
             self._sessions.expire()
