@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from tierkv.torture.breaking import INDEX_FAULTS
 from tierkv.torture.kills import (
@@ -160,9 +160,26 @@ ALL_CONDITIONS = (ROOMY, CRAMPED, FAILING, WORST, DAMAGED, STEADY)
 
 @dataclass(frozen=True)
 class PlannedRound:
+    """`settings` of the node, by field name, beside those of the conditions."""
+
     conditions: Conditions
     seed: int
     steps: tuple[Scenario, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+VARIED: dict[str, tuple[str, ...]] = {
+    "host_bytes": ("8MiB", "12MiB"),
+    "slab_bytes": ("512KiB", "1MiB", "2MiB"),
+    "extent_bytes": ("64KiB", "128KiB", "512KiB"),
+    "io_threads": ("1", "2", "4"),
+    "inflight_writes": ("1", "4", "16"),
+    "inflight_reads": ("1", "4", "16"),
+    "direct_io": ("auto", "off"),
+    "touch_seconds": ("1", "5"),
+    "reconcile_seconds": ("2", "600"),
+}
+"""Settings that a long torture varies; what is usual is among them."""
 
 
 def make_plan(seed: int) -> Iterator[PlannedRound]:
@@ -172,7 +189,8 @@ def make_plan(seed: int) -> Iterator[PlannedRound]:
     for turn in itertools.count(1):
         for conditions in rng.sample(ALL_CONDITIONS, len(ALL_CONDITIONS)):
             some = tuple(itertools.islice(steps[conditions.name], min(FIRST_STEPS * turn, MOST_STEPS)))
-            yield PlannedRound(conditions, rng.getrandbits(32), some)
+            settings = {name: rng.choice(choices) for name, choices in VARIED.items()}
+            yield PlannedRound(conditions, rng.getrandbits(32), some, settings)
 
 
 def each_once(conditions: Conditions, seed: int) -> PlannedRound:

@@ -36,14 +36,21 @@ from tierkv.torture.waits import NeverCame, wait_until
 from tierkv.wire.messages import StatusReply, TierUsage
 
 if TYPE_CHECKING:
-    from tierkv.torture.plan import Conditions
-    from tierkv.torture.scenarios import Scenario
+    from tierkv.torture.plan import PlannedRound
 
 FILES = "tierkv.torture.files:TorturedFiles"
 REPLACED = ("worker=tierkv.torture.worker", "front=tierkv.torture.front")
-HOST_BYTES = "8MiB"
 
-PATIENCE_SECONDS = 180
+PATIENCE_SECONDS = "180"
+SETTINGS = {
+    "host_bytes": "8MiB",
+    "nvme_reserve_bytes": "16MiB",
+    "seal_after_seconds": "1",
+    "lock_wait_seconds": "60",
+    "hang_seconds": PATIENCE_SECONDS,  # who is held on a busy machine is not hung
+    "stuck_seconds": PATIENCE_SECONDS,
+    "drain_seconds": PATIENCE_SECONDS,
+}
 BACK_SECONDS = 240.0
 HELD_SECONDS = 240.0
 SOON_SECONDS = 120.0
@@ -62,27 +69,23 @@ Claim = tuple[str, int]
 class Round:
     """Owns the node and the engines. What it finds goes to the verdict, and is raised as Found."""
 
-    def __init__(self, folder: Path, conditions: Conditions, seed: int, verdict: Verdict, *, parent: bool) -> None:
-        """`parent`: the node dies with this process, of which this is the main thread."""
+    def __init__(self, folder: Path, planned: PlannedRound, verdict: Verdict) -> None:
+        """Call it from the main thread: the node dies with that."""
         self.verdict = verdict
-        self.conditions = conditions
+        self.planned = planned
+        self.conditions = conditions = planned.conditions
         self.folder = folder
-        self.random = random.Random(seed)
+        self.random = random.Random(planned.seed)
         self.most_quarantined = 0
         self._barriers = Barriers(folder / "control")
         os.environ[FOLDER] = str(folder / "control")
         self.usual_mood = Mood(error_part=conditions.error_part)
         self.set_mood(self.usual_mood)
+        options: dict[str, Any] = {**SETTINGS, "nvme_bytes": conditions.nvme_bytes, **planned.settings}
         self.node = Node(
             folder,
-            replaced=(f"files={FILES}", *REPLACED, *([f"parent={os.getpid()}"] if parent else [])),
-            host_bytes=HOST_BYTES,
-            nvme_bytes=conditions.nvme_bytes,
-            nvme_reserve_bytes="16MiB",
-            seal_after_seconds="1",
-            lock_wait_seconds="60",
-            hang_seconds=str(PATIENCE_SECONDS),  # who is held on a busy machine is not hung
-            stuck_seconds=str(PATIENCE_SECONDS),
+            replaced=(f"files={FILES}", *REPLACED, f"parent={os.getpid()}"),
+            **options,
         )
         self._engines: list[EngineProcess] = []
         self._next_engine = 1
@@ -105,16 +108,16 @@ class Round:
         self.node.close()
         del os.environ[FOLDER]
 
-    def play(self, plan: list[Scenario], go_on: Callable[[], bool]) -> float:
+    def play(self, go_on: Callable[[], bool]) -> float:
         """As much of the plan as there is time for, as `go_on` says before each step, and then the reckoning, which
         took the seconds that are returned."""
-        self.verdict.trail.clear()
+        self.verdict.trail[:] = [f"start: {self.conditions.name} {dict(self.planned.settings)}"]
         self.node.start()
         for _ in range(2):
             self._add_engine(runs=True)
         self.doer = self._add_engine(runs=False)
         self._store_some()
-        for scenario in plan:
+        for scenario in self.planned.steps:
             if not go_on() or not self._has_room():
                 break
             self.verdict.trail.append(f"{scenario.act.__name__}: {scenario.victim} {scenario.stage}")

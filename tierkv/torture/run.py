@@ -45,7 +45,7 @@ def torture(
     clock = _Clock(seconds)
     try:
         for number, planned in enumerate(rounds, 1):
-            if clock.is_over():
+            if not clock.has_time_for_a_round():
                 break
             name = f"{number:03d}-{planned.conditions.name}"
             (folder / name).mkdir(parents=True)
@@ -67,14 +67,19 @@ def torture(
 def _play(folder: Path, planned: PlannedRound, verdict: Verdict, clock: _Clock, progress: Progress) -> None:
     name = planned.conditions.name
 
+    began = clock.seconds()
+    steps_began: list[float] = []
+
     def go_on() -> bool:
         verdict.seconds = clock.seconds()
+        steps_began.append(verdict.seconds)
         progress(verdict, name)
         return not clock.is_over()
 
     try:
-        with Round(folder, planned.conditions, planned.seed, verdict, parent=True) as round_:
-            clock.reckoning_seconds = round_.play(list(planned.steps), go_on)
+        with Round(folder, planned, verdict) as round_:
+            clock.reckoning_seconds = round_.play(go_on)
+            clock.start_seconds = (steps_began or [began])[0] - began
     except Found:
         raise
     except NodeLeftover as error:
@@ -86,8 +91,9 @@ def _play(folder: Path, planned: PlannedRound, verdict: Verdict, clock: _Clock, 
 
 
 class _Clock:
-    """`reckoning_seconds`: what the last round took for its end, so that the next one begins it in time."""
+    """What the last round took for its start and for its end, so that the next one ends in time, or is not begun."""
 
+    start_seconds = 0.0
     reckoning_seconds = 10.0
 
     def __init__(self, seconds: float | None) -> None:
@@ -98,7 +104,13 @@ class _Clock:
         return time.monotonic() - self._began
 
     def is_over(self) -> bool:
+        """Whether what is left is needed to end the round."""
         return self._seconds is not None and self.seconds() + self.reckoning_seconds >= self._seconds
+
+    def has_time_for_a_round(self) -> bool:
+        """Of one step at least; there is always time for a first one."""
+        needed = self.start_seconds + self.reckoning_seconds if self.start_seconds else 0.0
+        return self._seconds is None or self.seconds() + needed < self._seconds
 
 
 def _require_usable(folder: Path) -> None:

@@ -88,5 +88,5 @@ class Verdict:
             "leaks": {name: len(several) for name, several in self.leaks.items()},
             "broken": len(self.broken),
             "findings": self.findings,
-            "last_steps": self.trail[-STEPS_SHOWN:],
+            "last_steps": [*self.trail[:1], *self.trail[1:][-STEPS_SHOWN:]],
         }
