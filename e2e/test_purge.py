@@ -105,11 +105,11 @@ def whole_arena(node: Node) -> Iterator[Any]:
 
 @pytest.mark.scenario(
     "B237",
-    then="after the command has answered a tenant's prompts miss, and no file, index row or page of memory has its blocks "
-    "or its salt; another tenant's are read back whole",
+    then="after the command has answered a tenant's prompts miss, and no file, index row or page of memory has its "
+    "blocks or its salt; another tenant's are read back whole",
 )
 @pytest.mark.scenario(
-    "B229", then="another tenant's data outlives the purge of one, in memory, on disk, over a restart"
+    "B229", then="a tenant's data outlives the purge of another one, in memory, on disk, over a restart"
 )
 def test_nothing_of_a_purged_tenant_is_left_anywhere_and_another_tenants_is_whole(tmp_path: Path) -> None:
     with Node(tmp_path) as node:

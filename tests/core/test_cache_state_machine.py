@@ -975,6 +975,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.committed.setdefault((spec.group, rank), set()).difference_update(gone)
         for promise in self.promised:
             promise.end_before(gone)
+        for slab in self.state._ledger.pool._slabs.values():  # who writes a wide slot writes all of its pages
+            for slot in slab.used:
+                self.here.arena.zero(slot + PAGE, slab.slot_bytes - PAGE)
         self.tainted |= {slot for slot, content in self.here.arena.items() if content[0] in gone}
         for ticket in self.here.tickets.values():
             if set(ticket.prompt.block_keys) & gone:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt, make_group, stamps
@@ -458,3 +461,21 @@ def test_two_purges_of_the_same_go_through_both() -> None:
     bench.work()
     assert progress(bench, b"a" * 16).phase is progress(bench, b"b" * 16).phase is PurgePhase.GONE
     assert not bench.disk.files
+
+
+def test_a_group_without_a_fingerprint_has_nothing_on_disk_to_sweep() -> None:
+    bench = Bench(host_slots=4)
+    spec = make_group(salt="acme", persistent=False)
+    identity = msgspec.structs.replace(spec.identity, weights="", epoch="an update in place")
+    spec = replace(spec, group=identity.group_key(), identity=identity)
+    bench.absorb(bench.state.open_group(spec, bench.now))
+    prompt = Prompt(spec, (1, 2))
+    for what in (OfPrefix(prompt.key(0).hex()), OfTenant("acme")):
+        bench.store(prompt)
+        purge(bench, what, str(what)[:16].encode())
+        for scope, _ in bench.disk.purges.values():
+            assert all(one.fingerprint for one in (*scope.groups, *scope.extents))
+        assert bench.match(prompt) == (0, 0)
+        bench.work()
+        assert progress(bench, str(what)[:16].encode()).phase is PurgePhase.GONE
+    assert spec.group not in {row.spec.group for row in bench.state.usage()}

@@ -62,6 +62,7 @@ class _ReadOp:
     rank: int
     first: int
     slots: list[int]
+    unclean: bool = False  # what was purged may lie in its slots until they are filled
 
 
 class Cascade:
@@ -592,6 +593,17 @@ class Cascade:
                 del self._to_sweep[extent]
                 self._file_gone(extent, now)
 
+    def mark_reads(self) -> set[int]:
+        """Of the reads in flight, whose slots held something before: what they do not fill is wiped."""
+        numbers = {number for number, op in self._ops.items() if isinstance(op, _ReadOp)}
+        for op in self._ops.values():
+            if isinstance(op, _ReadOp):
+                op.unclean = True
+        return numbers
+
+    def still_running(self, numbers: set[int]) -> set[int]:
+        return numbers & self._ops.keys()
+
     def is_to_sweep(self, extent: Extent) -> bool:
         return extent in self._to_sweep
 
@@ -739,6 +751,7 @@ class Cascade:
         extent, rank = op.extent, op.rank
         group = ledger.group_of(extent)
         del extent.reading[rank]
+        ledger.has_let_go = ledger.has_let_go or op.unclean
         self._reads_in_flight -= 1
         is_wanted = (
             extent.in_tree
@@ -752,7 +765,7 @@ class Cascade:
             ledger.counts.promoted_blocks += valid
             self._remember_tokens(extent, group, report)
         if valid < len(op.slots):
-            ledger.release(op.slots[valid:], group.slot_bytes, wipe=extent.purged)
+            ledger.release(op.slots[valid:], group.slot_bytes, wipe=extent.purged or op.unclean)
         ledger.counts.nvme_read_bytes += report.valid * group.slot_bytes
         ledger.counts.nvme_read_seconds += report.seconds
         ledger.unhold(extent, ("read", rank))
@@ -816,7 +829,8 @@ class Cascade:
             if isinstance(op, _ReadOp):
                 self._end_op(number)
                 del op.extent.reading[op.rank]
-                ledger.release(op.slots, ledger.group_of(op.extent).slot_bytes, wipe=op.extent.purged)
+                wipe = op.extent.purged or op.unclean
+                ledger.release(op.slots, ledger.group_of(op.extent).slot_bytes, wipe=wipe)
                 ledger.unhold(op.extent, ("read", op.rank))
                 if op.extent.purged:
                     self.progressed.append(op.extent)

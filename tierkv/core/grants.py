@@ -183,6 +183,7 @@ class TicketState:
     path: list[Extent]  # extents held so that the prefix stays while its continuation is written
     answer: Reservation
     purged: bool = False  # its commit is refused, its slots are wiped
+    unclean: bool = False  # what was purged may lie in its slots until they are written to
 
     def is_asked_by(self, session: bytes, group: bytes, rank: int, keys: bytes, first: int) -> bool:
         """Whether this is the request that the ticket was made for, come again."""

@@ -59,6 +59,7 @@ class Members:
     """Everything of a purge that the books know."""
 
     scope: PurgeScope
+    is_prefix: bool = False
     groups: list[Group] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
     staged: list[StagedBlock] = field(default_factory=list)
@@ -94,8 +95,8 @@ def is_wholly_in(scope: PurgeScope, group: Group) -> bool:
 
 def _scope_of_tenant(ledger: Ledger, groups: list[Group], salt: str) -> PurgeScope:
     """The tenant's known groups, and those that it would have if it did what the others do: a group on disk may have
-    lost the file that says whose it is."""
-    names = {group.spec.group: group.spec.identity.weights for group in groups}
+    lost the file that says whose it is. Without a fingerprint of weights there is no folder."""
+    names = {group.spec.group: group.spec.identity.weights for group in groups if group.spec.identity.weights}
     for group in ledger.groups.values():
         identity = group.spec.identity
         if group.persistent and identity.salt != salt:
@@ -107,6 +108,7 @@ def _whole_groups(ledger: Ledger, groups: list[Group], extents: Iterable[Extent]
     keys = {group.spec.group for group in groups}
     return Members(
         scope,
+        False,
         groups,
         [extent for extent in extents if extent.group in keys],
         [block for block in ledger.staged.values() if block.group in keys],
@@ -127,8 +129,10 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     group = ledger.groups[named]
     members = _below(ledger, named, key, extents)
     heads = dict.fromkeys([*(extent.key for extent in members.extents), key])
-    scope = PurgeScope(extents=(ScopeExtents(group.spec.identity.weights, named, b"".join(heads)),))
-    return replace(members, scope=scope, groups=[group])
+    weights = group.spec.identity.weights
+    on_disk = (ScopeExtents(weights, named, b"".join(heads)),) if weights else ()
+    scope = PurgeScope(extents=on_disk)
+    return replace(members, scope=scope, groups=[group], is_prefix=True)
 
 
 def _keys_that_begin(ledger: Ledger, digits: str, extents: list[Extent]) -> Iterator[tuple[bytes, bytes]]:
@@ -195,6 +199,7 @@ def _below(ledger: Ledger, group: bytes, key: bytes, extents: list[Extent]) -> M
                 reach(chain[chain.index(at) :])
     return Members(
         PurgeScope(),
+        True,
         [],
         list(found),
         [

@@ -80,10 +80,12 @@ class _Job:
     about: PurgeAbout
     scope: PurgeScope
     groups: tuple[PurgedGroup, ...] = ()
+    whole: frozenset[bytes] = frozenset()  # keys of groups of which all is to go
     files: list[Extent] = field(default_factory=list)  # left to the sweep
     busy: dict[Extent, None] = field(default_factory=dict)  # being written, read or removed one by one
     held: dict[Extent, None] = field(default_factory=dict)  # with slots that somebody may still touch
     tickets: dict[bytes, None] = field(default_factory=dict)
+    reads: set[int] = field(default_factory=set)
     swept: Swept = field(default_factory=Swept)
     recorded: bool = False
     is_sweeping: bool = False
@@ -181,6 +183,11 @@ class Purges:
             cascade.purge(extent, now)
         self._leases.purge_waiting()
         ledger.wipe_free()
+        # Others' tickets and reads were given memory that may hold some of it, and may not have written to it yet.
+        for ticket in ledger.tickets.values():
+            ticket.unclean = True
+            job.tickets[ticket.grant] = None
+        job.reads = cascade.mark_reads()
         for extent in members.extents:
             if not cascade.is_at_rest(extent):
                 job.busy[extent] = None
@@ -189,8 +196,9 @@ class Purges:
         job.files = [extent for extent in members.extents if cascade.is_to_sweep(extent)]
         if not ledger.has_nvme:
             job.unreachable = now
-        for group in members.groups:
-            if is_wholly_in(job.scope, group):
+        if not members.is_prefix:
+            job.whole = frozenset(group.spec.group for group in members.groups)
+            for group in members.groups:
                 group.wants_folder = False
         ledger.has_let_go = True
 
@@ -216,7 +224,9 @@ class Purges:
                 continue
             job.held = {extent: None for extent in job.held if extent.doomed}
             job.tickets = {grant: None for grant in job.tickets if grant in ledger.tickets}
-            if job.unreachable and not (job.held or job.tickets or ledger.wiping_bytes or ledger.earlier_bytes):
+            job.reads = self._cascade.still_running(job.reads)
+            is_held = job.held or job.tickets or job.reads or ledger.wiping_bytes or ledger.earlier_bytes
+            if job.unreachable and not is_held:
                 job.gone = now
                 self._forget_groups(job)
 
@@ -229,7 +239,8 @@ class Purges:
         needed.update(lease.group for lease in ledger.leases.values())
         needed.update(block.group for block in ledger.staged.values())
         for key, group in list(ledger.groups.items()):
-            if is_wholly_in(job.scope, group) and key not in needed and not group.extents:
+            is_meant = key in job.whole or is_wholly_in(job.scope, group)
+            if is_meant and key not in needed and not group.extents:
                 del ledger.groups[key]
 
     def _sweep_what_can_be(self, now: float) -> None:

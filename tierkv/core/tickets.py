@@ -223,6 +223,7 @@ class Tickets:
         """Take a ticket off the books, all but its slots."""
         ledger = self._ledger
         del ledger.tickets[ticket.grant]
+        ledger.has_let_go = ledger.has_let_go or ticket.unclean
         if not ticket.purged:
             self._end_writing(ticket)
         holder = ledger.sessions.get(ticket.holder)
@@ -235,7 +236,7 @@ class Tickets:
         ledger = self._ledger
         ticket = ledger.tickets[grant]
         self._forget_ticket(ticket)
-        ledger.release(ticket.offsets, ledger.groups[ticket.group].slot_bytes, wipe=ticket.purged)
+        ledger.release(ticket.offsets, ledger.groups[ticket.group].slot_bytes, wipe=ticket.purged or ticket.unclean)
         ledger.ended.remember(grant, answer)
 
     def _end_writing(self, ticket: TicketState) -> None:
