@@ -381,6 +381,29 @@ def test_a_disk_that_flips_a_bit_in_a_block_gives_no_wrong_block(
     assert verify_file(directory, sample.name).reason == Reason.CHECKSUM
 
 
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize(
+    ("operation", "at"), [("preadv", 4096 + 5000), ("preadv", 4096), ("pread", 30), ("pread", 400)]
+)
+def test_a_bit_that_was_flipped_on_the_way_costs_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, at: int, direct_io: bool
+) -> None:
+    """By memory, a cable, a controller: what is on disk is right when it is read again."""
+    sample = Sample()
+    with DataDirectory.open(tmp_path, direct_io=direct_io) as directory:
+        sample.write(directory)
+        lie = FlippedBit(monkeypatch, operation, at=at, bit=5, times=1)
+        outcome = sample.read(directory)
+        assert lie.flipped == 1
+        assert (outcome.valid, outcome.damaged) == (3, False)
+        assert [sample.read_back(index) for index in range(3)] == sample.blocks
+        if operation == "preadv":
+            assert outcome.failure is not None
+            assert outcome.failure.errno_name == "CHECKSUM"
+        FlippedBit(monkeypatch, operation, at=at, bit=4, times=1)
+        assert verify_file(directory, sample.name).valid == 3
+
+
 @pytest.mark.parametrize("at", [0, 9, 13, 30, 60, 400])
 def test_a_disk_that_flips_a_bit_in_a_header_gives_no_block_at_all(
     directory: DataDirectory, monkeypatch: pytest.MonkeyPatch, at: int

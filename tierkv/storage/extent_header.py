@@ -69,6 +69,16 @@ def open_regular(folder_fd: int, file: str) -> Iterator[tuple[int, os.stat_resul
 
 
 def load_extent(fd: int, found: os.stat_result, *, decode: Decode = decode_header) -> FoundExtent:
+    """The header of an open file, in agreement with its size. One that looks damaged is read a second time, from the
+    device. Raises DamagedFile, UnknownFormat, StorageError."""
+    try:
+        return _load_extent(fd, found, decode)
+    except DamagedFile:
+        call("posix_fadvise", os.posix_fadvise, fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return _load_extent(fd, found, decode)
+
+
+def _load_extent(fd: int, found: os.stat_result, decode: Decode) -> FoundExtent:
     header, header_bytes = load_header(fd, found.st_size, decode=decode)
     promised = file_bytes(header.num_blocks, header.block_bytes, header_bytes)
     if found.st_size != promised:

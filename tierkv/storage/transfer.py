@@ -99,6 +99,11 @@ class BlockFile:
                 raise DamagedFile(Reason.SHORT_FILE, f"it ends at byte {self.offset}")
             views = self._moved(count, views)
 
+    def look_again(self, offset: int) -> None:
+        """Go back, and read from the device what memory holds of the file. Raises StorageError."""
+        self.offset = offset
+        forget_pages(self._fd)
+
     def _attempt(
         self, operation: str, function: Callable[[int, list[memoryview], int], int], views: list[memoryview]
     ) -> int:
@@ -145,8 +150,25 @@ def read_blocks(
 ) -> tuple[int, StorageError | DamagedFile | None]:
     """Read blocks one after the other: how many, from the first, are what their digests say, and what ended it.
 
-    Where a transfer fails, the blocks before the one that failed still count.
+    Where a transfer fails, the blocks before the one that failed still count. A block that is not what it should be is
+    read a second time, from the device, before it is called damaged.
     """
+    start = file.offset
+    valid, problem = _read_once(file, blocks, digests, hashers)
+    if not isinstance(problem, DamagedFile) or problem.reason != Reason.CHECKSUM:
+        return valid, problem
+    file.look_again(start + sum(len(view) for views in blocks[:valid] for view in views))
+    more, problem = _read_once(file, blocks[valid:], digests[valid:], hashers)
+    if more:
+        file.overcome = StorageError("preadv", "CHECKSUM", Reason.CHECKSUM, "a block was right when it was read again")
+    if isinstance(problem, DamagedFile):
+        problem = DamagedFile(problem.reason, problem.problem, valid_blocks=valid + more)
+    return valid + more, problem
+
+
+def _read_once(
+    file: BlockFile, blocks: list[list[memoryview]], digests: list[bytes], hashers: Executor
+) -> tuple[int, StorageError | DamagedFile | None]:
     hasher = BlockHasher()
     beside = _Beside(hashers, hasher)
     problem: StorageError | DamagedFile | None = None
@@ -200,6 +222,11 @@ class _Beside:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
+
+
+def forget_pages(fd: int) -> None:
+    """Have the next read of a file come from the device. Raises StorageError."""
+    call("posix_fadvise", os.posix_fadvise, fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:
