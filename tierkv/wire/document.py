@@ -36,7 +36,8 @@ with the request's `id`. Every request carries the `session` token that came wit
 know it answers `session_gone`, and the client asks the session socket for a new one. `deadline_ms` is how long the node
 may take; a client waits a little longer, then the answer is a miss. Grant ids are chosen by the client and every verb
 is idempotent by id: a request whose reply was lost may be sent again, and a `Release` or `Abort` may overtake what it
-ends.
+ends. A client that does not read its replies loses those beyond a few hundred, and with the first of them its session:
+all but `Commit`, `Abort` and `Release` is answered `session_gone` then (slow_consumer), and a new session is to be had.
 
 **What is no message** is answered with an `Error`, whatever the bytes; its `id` is 0 where the frame's can't be read.
 
