@@ -35,6 +35,17 @@ def test_who_does_not_answer_is_hung_after_the_deadline_and_not_much_later() -> 
     assert watchdog.next_due() is None
 
 
+def test_a_beginning_may_take_longer() -> None:
+    watchdog = Watchdog(30.0)
+    watchdog.begin(0.0, patience=10.0)
+    verdicts, now = run(watchdog, 3_600.0, now=0.0, answers=False)
+    assert verdicts[-1] is Verdict.HUNG
+    assert 300.0 < now <= 311.0
+    watchdog.begin(now)
+    _, later = run(watchdog, 3_600.0, now=now, answers=False)
+    assert later - now <= 41.0
+
+
 def test_a_suspension_of_hours_is_one_step_of_silence() -> None:
     watchdog = Watchdog(30.0)
     watchdog.begin(0.0)

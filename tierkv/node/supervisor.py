@@ -70,6 +70,9 @@ GIVE_UP_AFTER = 5
 
 SOCKET_CHECK_SECONDS = 20.0
 RETAKE_SECONDS = 1.0
+PATIENCE_AT_START = 10.0
+"""Times `hang_seconds` that a front gets until it knows what is on disk: to take in millions of extents is one step."""
+
 END_SECONDS = 5.0
 """What the children get, beyond the draining budget, before they are killed."""
 
@@ -282,7 +285,7 @@ class Supervisor:
             return
         log.info("front %d, incarnation %d", self._incarnation.front.pid, self._incarnation.number)
         self._growth_due = now
-        self._watchdog.begin(now)
+        self._watchdog.begin(now, patience=PATIENCE_AT_START)
         if self._settings.data_dir is not None:
             self._start_worker(now)
 
@@ -436,12 +439,15 @@ class Supervisor:
         match message:
             case Ready():
                 incarnation.is_ready = self._was_ready = True
+                if self._settings.data_dir is None:
+                    self._watchdog.begin(time.monotonic())
                 self._admission.front_is_ready(incarnation)
                 self._announce(incarnation)
             case Pong():
                 self._watchdog.heard()
             case WorkerRecovered():
                 incarnation.is_recovered = True
+                self._watchdog.begin(time.monotonic())
                 self._index_suspicion.cleared()
                 self._announce(incarnation)
             case DirectoryGone():

@@ -27,6 +27,7 @@ class Watchdog:
     def __init__(self, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
         self.step_seconds = max(SHORTEST_STEP_SECONDS, deadline_seconds / STEPS)
+        self._patience = 1.0
         self._due: float | None = None
         self._last = 0.0
         self._silence_seconds = 0.0
@@ -41,8 +42,9 @@ class Watchdog:
         """When to `look` next; None while nobody is watched."""
         return self._due
 
-    def begin(self, now: float) -> None:
-        """A new process."""
+    def begin(self, now: float, *, patience: float = 1.0) -> None:
+        """A new process, or a new part of its life: `patience` times the deadline is what it gets."""
+        self._patience = patience
         if self._deadline_seconds:
             self._due = now + self.step_seconds
         self._last = now
@@ -64,7 +66,7 @@ class Watchdog:
             self._silence_seconds += min(now - self._last, 2 * self.step_seconds)
         self._last = now
         self._due = now + self.step_seconds
-        if self._asked >= FEWEST_QUESTIONS and self._silence_seconds > self._deadline_seconds:
+        if self._asked >= FEWEST_QUESTIONS and self._silence_seconds > self._patience * self._deadline_seconds:
             self._due = None
             return Verdict.HUNG
         self._asked += 1
