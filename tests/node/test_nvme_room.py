@@ -75,21 +75,18 @@ def test_a_shortage_is_news_once_and_again_when_it_has_grown_by_an_eighth() -> N
 
 def test_what_came_or_went_while_the_worker_looked_is_not_counted_twice() -> None:
     mib = 2**20
-    room = NvmeRoom(None, 0)
-    room.note(health(free=100 * mib))
-    assert room.at_recovery() == 80 * mib
     room = NvmeRoom(1000 * mib, 0)
     room.note(health(free=100 * mib))
     assert room.at_recovery() == 100 * mib
-    room.note(WriteDone(op=1, file_bytes=mib, seconds=0.1))
+    room.note(WriteDone(op=1, file_bytes=4 * mib, seconds=0.1))
     room.note(health(free=100 * mib))  # it had looked before that file was written
-    assert room.at_health(mib) is None
+    assert room.at_health(4 * mib) is None
     room.note(health(free=100 * mib))  # a file was removed, and its removal is not confirmed
-    assert room.at_health(mib, mib) is None
-    room.note(health(free=99 * mib))
-    assert room.at_health(mib) is None
+    assert room.at_health(4 * mib, 4 * mib) is None
+    room.note(health(free=96 * mib))
+    assert room.at_health(4 * mib) is None
     room.note(health(free=50 * mib))  # but what others take is taken
-    assert room.at_health(mib, mib) == 51 * mib
+    assert room.at_health(4 * mib, 4 * mib) == 54 * mib
 
 
 def test_without_a_word_of_the_disk_nothing_changes() -> None:
