@@ -12,6 +12,7 @@ import pytest
 
 from tests.client.conftest import TOKENS, impatient, make_identity, poisoned, stamped, store
 from tests.client.fake_node import FakeNode, answer, drop, garbage, garbage_then_reply
+from tests.client.test_watch import soon
 from tierkv.client import Client, Group, connect, connect_operator
 from tierkv.core.reasons import Reason
 from tierkv.errors import IncompleteError, LayoutMismatch, NodeUnreachable, WireError
@@ -176,6 +177,7 @@ def test_a_node_of_another_protocol_is_left_alone(node: FakeNode, client: Client
         return Error(id=request.id, code=ErrorCode.PROTOCOL_VERSION, problem="speaks 2")
 
     node.restart_front(notice=True)
+    assert soon(lambda: client._state.session() is None)  # or what it asks under the old session is refused
     node.script[Hello].append(answer(refuse))
     assert not client.is_connected()
     assert client.problem == "protocol_version: speaks 2"

@@ -19,7 +19,7 @@ from tierkv.wire.session import SessionGrant
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)  # between two looks at a condition that has a deadline
     return condition()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.client.conftest import TOKENS, impatient, make_identity, poisoned, skip_time, store
 from tests.client.fake_node import FakeNode
+from tests.client.test_watch import has_detached, soon
 from tests.faults.proxy import Fault, MessageCutter, Proxy, Way
 from tierkv.client import Client, connect
 from tierkv.core.reasons import Reason
@@ -61,7 +62,7 @@ def test_without_a_rule_everything_passes_and_is_seen(proxy: Proxy, client: Clie
 def test_the_session_socket_carries_descriptors_and_its_end(proxy: Proxy, client: Client, node: FakeNode) -> None:
     assert client.is_connected()
     client.close()
-    proxy.wait_until(lambda: bool(node.detached), "Detach comes through")
+    assert soon(lambda: has_detached(node, [1]))
 
 
 def test_what_is_dropped_never_arrives(proxy: Proxy, client: Client, node: FakeNode) -> None:
