@@ -142,8 +142,10 @@ def _with_fingerprint(node: Operator, scope: Scope) -> Scope:
     """A model is asked for by its whole fingerprint; one that is given whole need not be known."""
     from tierkv_cli.warmup import find_fingerprint
 
-    if scope.model is None or re.fullmatch(r"[0-9a-f]{64}", scope.model):
+    if scope.model is None:
         return scope
+    if re.fullmatch(r"[0-9a-fA-F]{64}", scope.model):
+        return Scope(model=scope.model.lower())
     fingerprint = find_fingerprint(node.usage().rows, scope.model)
     if not fingerprint:
         raise _usage(f"{scope.model!r} has no fingerprint: its weights were updated in place; purge it by tenant")

@@ -201,3 +201,32 @@ def test_slabs_in_use_never_exceed_the_limit(pages: int, slab_pages: int, limit_
     pool = pool_of(pages, slab_pages)
     pool.limit_bytes = min(pages, limit_pages) * PAGE
     assert len(pool.allocate(PAGE, 100)) * PAGE <= pool.limit_bytes
+
+
+def test_all_free_memory_that_was_in_use_before_can_be_taken_and_given_back() -> None:
+    generations = [0] * 16
+    pool = SlabPool(16 * PAGE_BYTES, 4 * PAGE_BYTES, generations)
+    first = pool.allocate(PAGE_BYTES, 5)
+    pool.release(first[1:])  # the second slab is nobody's again, the third was never used
+    taken = dict(pool.take_free())
+    assert taken == {PAGE_BYTES: [PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES], 4 * PAGE_BYTES: [4 * PAGE_BYTES]}
+    assert pool.available(PAGE_BYTES) == 8
+    assert pool.take_free() == []
+    before = pool.generation(PAGE_BYTES)
+    pool.retire([PAGE_BYTES])
+    assert pool.generation(PAGE_BYTES) == before + 1
+    for slots in taken.values():
+        pool.release(slots)
+    assert (pool.available(PAGE_BYTES), pool.used_bytes) == (15, PAGE_BYTES)
+
+
+def test_a_slab_keeps_its_size_while_the_rest_behind_its_last_slot_is_wiped() -> None:
+    pool = SlabPool(8 * PAGE_BYTES, 4 * PAGE_BYTES, [0] * 8)
+    slots = pool.allocate(3 * PAGE_BYTES, 1)
+    tails = pool.pin_tails()
+    assert tails == [(3 * PAGE_BYTES, PAGE_BYTES)]
+    assert pool.pin_tails() == []
+    pool.release(slots)
+    assert pool.allocate(PAGE_BYTES, 8) == [4 * PAGE_BYTES + at * PAGE_BYTES for at in range(4)]
+    pool.unpin_tails(tails)
+    assert pool.allocate(PAGE_BYTES, 8) == [at * PAGE_BYTES for at in range(4)]
