@@ -49,7 +49,7 @@ def itself(settings: Settings) -> Settings:
 EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     "data_dir": ({"data_dir": worker}, "e2e/test_cli.py::test_files_appear_below_the_data_directory_and_nowhere_else"),
     "socket_dir": ({"socket_dir": front}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
-    "read_only": ({"read_only": worker}, ""),
+    "read_only": ({"read_only": worker}, "e2e/test_small_disks.py::test_a_node_that_reads_only_changes_nothing"),
     "name": (
         {"name": itself},
         "tests/config/test_settings.py::test_nodes_without_a_data_directory_are_told_apart_by_name",
@@ -165,7 +165,7 @@ def test_room_on_disk_is_what_was_asked_for_less_the_reserve() -> None:
     assert NvmeRoom(2**30, 2**20).num_bytes == 2**30
 
 
-@pytest.mark.parametrize("name", [name for name, (_, test) in EFFECTS.items() if test])
+@pytest.mark.parametrize("name", EFFECTS)
 def test_the_test_of_a_setting_exists(name: str) -> None:
     path, _, test = EFFECTS[name][1].partition("::")
     assert test in names_of_tests((ROOT / path).read_text())
