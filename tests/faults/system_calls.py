@@ -240,6 +240,7 @@ class Calls:
         "utime",
         "fcntl",
         "flock",
+        "dup2",
     )
 
     def __init__(self) -> None:
