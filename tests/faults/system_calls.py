@@ -241,6 +241,7 @@ class Calls:
         "fcntl",
         "flock",
         "dup2",
+        "readlink",
     )
 
     def __init__(self) -> None:

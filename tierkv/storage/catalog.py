@@ -172,8 +172,10 @@ class Catalog:
         if self._reopen is None or self._folder_fd < 0 or os.fstat(self._folder_fd).st_nlink:
             return
         fd = self._reopen()
-        os.dup2(fd, self._folder_fd, inheritable=False)
-        os.close(fd)
+        try:
+            os.dup2(fd, self._folder_fd, inheritable=False)
+        finally:
+            os.close(fd)
 
     def _with_real_path(self, problem: str) -> str:
         """LMDB knows the folder by its descriptor; a reader of logs wants its name."""
