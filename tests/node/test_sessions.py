@@ -35,7 +35,7 @@ INCARNATION = 7
 E = TypeVar("E", bound=Event)
 
 CONNECT_AND_WAIT = """
-import msgspec, os, socket, sys
+import msgspec, os, select, socket, sys
 from tierkv.wire.session import SessionHello
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect(sys.argv[1])
@@ -45,7 +45,9 @@ print("in", flush=True)
 if sys.argv[2] == "close":
     s.close()
 if sys.argv[2] == "fork" and os.fork() == 0:
-    sys.stdin.read()
+    hung_up = select.poll()  # of the pipe, which it must not read: the line there is for its parent
+    hung_up.register(0, 0)
+    hung_up.poll(60_000)
     os._exit(0)
 sys.stdin.readline()
 os.kill(os.getpid(), 9)
