@@ -110,7 +110,7 @@ def test_a_preempted_request_goes_on_where_the_cache_stands() -> None:
     node.ask(Commit, LATER, grant=b"grant%011d" % node._grants)
     assert node.cached(prompt) == 10
     counts = node.kit.state.counts
-    assert (counts.stored_tokens, counts.duplicate_blocks) == (20, 0)
+    assert (counts.stored_tokens, counts.duplicate_blocks) == (20, 4)
     assert node.after_all(prompt) == 10
     node.close()
 
