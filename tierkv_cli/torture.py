@@ -132,7 +132,11 @@ def _table(verdict: Verdict) -> Table:
         ("operations", verdict.operations.total(), _listed(verdict.operations)),
         ("kills", verdict.kills.total(), f"{_listed(victims)}; {verdict.held:,} of them caught in the act{back}"),
         ("other troubles", verdict.episodes.total(), _listed(verdict.episodes)),
-        ("prefixes flushed", verdict.flushed, f"{verdict.absent:,} evicted, damaged or purged since, on purpose"),
+        (
+            "prefixes flushed",
+            verdict.flushed,
+            f"{verdict.absent:,} evicted or damaged since, {verdict.purged:,} purged, on purpose",
+        ),
         ("blocks verified", verdict.verified, ""),
         ("wrong", len(verdict.wrong), "must be 0"),
         ("lost though flushed", len(verdict.lost), "must be 0"),

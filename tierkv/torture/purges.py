@@ -90,7 +90,7 @@ def _give_up_claims(round_: Round, tenant: str) -> None:
     names = {kind.name for kind in _of(tenant)}
     for claim in [claim for claim in round_.claims if claim[0] in names]:
         del round_.claims[claim]
-        round_.verdict.absent += 1
+        round_.verdict.purged += 1
 
 
 def _require_gone(round_: Round, tenant: str) -> None:

@@ -18,9 +18,9 @@ class Found(AssertionError):
 class Verdict:
     """`operations` by kind; `kills` by victim, of which `held` came at a chosen point (a barrier, between two steps, in
     some state); `episodes` are troubles without a kill. Of the prefixes that were reported flushed, `absent` were
-    evicted, damaged or purged since, on purpose. Findings say in words what, whose and where; `broken` are promises
-    that have no line of their own. `trail` names the steps of the last round, the last of which was under way when
-    something was found."""
+    evicted or damaged since, and `purged`, on purpose. Findings say in words what, whose and where; `broken` are
+    promises that have no line of their own. `trail` names the steps of the last round, the last of which was under way
+    when something was found."""
 
     seed: int
     operations: Counter[str] = field(default_factory=Counter)
@@ -30,6 +30,7 @@ class Verdict:
     held: int = 0
     flushed: int = 0
     absent: int = 0
+    purged: int = 0
     verified: int = 0
     slowest_return: tuple[float, str] = (0.0, "")
     slowest_step: tuple[float, str] = (0.0, "")
@@ -77,7 +78,8 @@ class Verdict:
             "kills_held": self.held,
             "episodes": dict(self.episodes),
             "prefixes_flushed": self.flushed,
-            "prefixes_given_up": self.absent,
+            "prefixes_evicted_or_damaged": self.absent,
+            "prefixes_purged": self.purged,
             "blocks_verified": self.verified,
             "slowest_return_seconds": round(seconds, 2),
             "slowest_return": whom,
