@@ -456,3 +456,30 @@ def test_an_index_folder_that_is_deleted_while_in_use_is_made_anew(tmp_path: Pat
             assert numbers_in(catalog) == {3}
     finally:
         os.close(fd)
+
+
+def leaf_pages(content: bytes) -> list[int]:
+    """Where the pages begin that hold names and values."""
+    is_leaf, page_bytes = 2, os.sysconf("SC_PAGESIZE")
+    flags = {at: int.from_bytes(content[at + 10 : at + 12], "little") for at in range(0, len(content), page_bytes)}
+    return [at for at, flag in flags.items() if at >= 2 * page_bytes and flag == is_leaf]
+
+
+def test_pages_that_point_to_the_wrong_page_are_never_followed_without_an_end(folder: int, tmp_path: Path) -> None:
+    with opened(folder) as catalog:
+        assert catalog.apply([put(number) for number in range(300)]) == Applied(300)
+    path, page_bytes = tmp_path / "data.mdb", os.sysconf("SC_PAGESIZE")
+    whole = path.read_bytes()
+    leaves = leaf_pages(whole)
+    assert len(leaves) > 10
+    noticed = 0
+    for one, other in zip(leaves, leaves[3:] + leaves[:3], strict=True):
+        swapped = bytearray(whole)  # all of both pages but their numbers, which LMDB looks at
+        swapped[one + 8 : one + page_bytes] = whole[other + 8 : other + page_bytes]
+        swapped[other + 8 : other + page_bytes] = whole[one + 8 : one + page_bytes]
+        path.write_bytes(swapped)
+        with opened(folder) as catalog:
+            prefix = HOME.row_name(key_of(0))[:-32]
+            answers = (catalog.namespaces(), catalog.next_bytes(prefix), catalog.read(prefix))
+            noticed += any(isinstance(answer, IndexFailed) for answer in answers) or catalog.is_rebuilt
+    assert noticed > len(leaves) // 2

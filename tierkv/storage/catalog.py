@@ -249,7 +249,10 @@ class Catalog:
         with env.begin(db=self._rows) as transaction, transaction.cursor() as cursor:
             if not cursor.set_range(prefix):
                 return
+            last = b""
             for name, value in cursor:
+                _require_order(last, name)
+                last = name
                 if not name.startswith(prefix):
                     return
                 yield name, decode_row(name, value)
@@ -263,6 +266,7 @@ class Catalog:
             number = 0
             while number < 256 and cursor.set_range(prefix + bytes([number])):
                 name = cursor.key()
+                _require_order(prefix + bytes([number]), name, may_equal=True)
                 if not name.startswith(prefix):
                     return
                 yield name[len(prefix)]
@@ -275,7 +279,9 @@ class Catalog:
     def _skip_through(self, env: lmdb.Environment) -> Iterator[Namespace]:
         with env.begin(db=self._rows) as transaction, transaction.cursor() as cursor:
             found = cursor.first()
+            name = b""
             while found:
+                _require_order(name, cursor.key())
                 name = cursor.key()
                 if len(name) != NAME_BYTES:  # no row of ours: it could lie behind any bound to skip to
                     found = cursor.next()
@@ -345,7 +351,10 @@ class Catalog:
             dropped = 0
             with env.begin(db=self._rows, write=True) as transaction, transaction.cursor() as cursor:
                 found = cursor.set_range(prefix)
+                name = b""
                 while found and cursor.key().startswith(prefix):
+                    _require_order(name, cursor.key())
+                    name = cursor.key()
                     cursor.delete()
                     dropped += 1
                     found = bool(cursor.key())
@@ -402,6 +411,13 @@ class Catalog:
             # The old map is gone already, so that the environment is of no use. It is opened again by the next call.
             self._drop_environment()
             self.problem = f"the map can't grow to {wanted} bytes: {error}"
+
+
+def _require_order(last: bytes, name: bytes, *, may_equal: bool = False) -> None:
+    """Names ascend. LMDB does not look whether they do: a page that points to the wrong page could otherwise be read
+    without an end."""
+    if name < last or (name == last and not may_equal):
+        raise lmdb.CorruptedError("rows are out of order")
 
 
 def _is_of_the_system(error: lmdb.Error) -> bool:
