@@ -146,7 +146,7 @@ class Node:
             # It serves while its arena still grows, and an early reservation finds less room: all of it is wanted.
             return status if status.tiers[0].overhead_bytes == 0 else None
 
-        return wait_until(is_ready, f"the node is ready; its log:\n{self.log()}", timeout_seconds)
+        return wait_until(is_ready, "the node is ready", timeout_seconds)
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_seconds: float = END_SECONDS) -> Ended:
         """Tell it to end, and wait for that."""
