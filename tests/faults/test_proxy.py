@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 import threading
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import TOKENS, impatient, make_identity, poisoned, skip_time, store
+from tests.client.conftest import TOKENS, impatient, make_identity, poisoned, skip_time, stamped, store
 from tests.client.fake_node import FakeNode
 from tests.client.test_watch import has_detached, soon
 from tests.faults.proxy import Fault, MessageCutter, Proxy, Way
-from tierkv.client import Client, connect
+from tierkv.client import Client, aio, connect
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import Match, Release
 
@@ -166,3 +167,34 @@ def test_a_request_whose_connection_is_cut_is_answered_over_the_next(
     skip_time(client, 1.1)  # a release that went down with its connection is sent again by a later call
     assert group.match(TOKENS).blocks == 4
     assert node.has_no_grants()
+
+
+def test_a_release_that_went_down_with_its_connection_goes_ahead_of_the_next_request(
+    proxy: Proxy, client: Client, node: FakeNode
+) -> None:
+    group = client.open(make_identity())
+    store(group, TOKENS)
+    lease = group.acquire(TOKENS)
+    cut = proxy.add("Release", Way.REQUEST, Fault.CUT_BEFORE)
+    lease.release()
+    cut.wait()
+    assert node.open_grants == 1
+    assert group.match(TOKENS).blocks == 4
+    assert node.has_no_grants()
+    assert type(node.saw(object)[-1]) is Match
+
+
+def test_an_event_loop_sends_such_a_release_again_though_nothing_is_asked(proxy: Proxy, node: FakeNode) -> None:
+    async def engine() -> None:
+        async with await aio.connect(proxy.directory, timeout_seconds=20) as client:
+            group = await client.open(make_identity())
+            async with group.reserve(TOKENS) as ticket:
+                await ticket.copy_from(stamped(group, 4))
+                await ticket.commit()
+            async with group.acquire(TOKENS) as lease:
+                assert lease.blocks == 4
+                cut = proxy.add("Release", Way.REQUEST, Fault.CUT_BEFORE)
+            await asyncio.to_thread(cut.wait)
+            assert await asyncio.to_thread(node.has_no_grants)
+
+    asyncio.run(engine())

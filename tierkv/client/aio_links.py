@@ -98,6 +98,8 @@ class AsyncLink:
         while True:
             await self._connections.recv_multipart()
             self._dealer.getsockopt(zmq.EVENTS)  # so that ZeroMQ lets go of the one before
+            self._state.connection_lost(self.session)
+            self.send_doubts()
             for waiting in list(self._waiting.values()):
                 if not waiting.reply.done():
                     await self._send(waiting)

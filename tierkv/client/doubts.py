@@ -61,6 +61,12 @@ class Doubts:
         doubt.ending = ending
         doubt.send_at = now + RESEND_SECONDS
 
+    def connection_lost(self, session: Session) -> None:
+        """What was sent under it may have gone down with the connection: all of it is due now."""
+        for doubt in self._by_grant.values():
+            if doubt.session is session:
+                doubt.send_at = 0.0
+
     def answered(self, request: int) -> bool:
         """Whether `request` was the end of a grant in doubt, which it is no longer."""
         grant = self._by_request.get(request)

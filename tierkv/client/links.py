@@ -7,8 +7,9 @@ as there were calls at the same time, and none belongs to a thread that has ende
 Nothing here can block beyond a call's `until`, at exit neither: sends don't wait (a request that finds no connection
 isn't queued), and no message lingers.
 
-A connection that is cut loses what was under way on it, the request or its reply. Every verb is idempotent, so a
-request whose reply hasn't come is sent once more, under its id, when ZeroMQ has connected again.
+A connection that is cut loses what was under way on it, the request or its reply, and the ends of grants that were
+sent ahead of it. Every verb is idempotent, so these ends, and a request whose reply hasn't come, are sent once more, in
+that order, when ZeroMQ has connected again.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Link:
                 if id_of(reply) == request.id:
                     return reply
                 self._note(reply)
+            self.send_doubts()
 
     def _note_arrived(self) -> None:
         while (reply := self._receive()) is not None:
@@ -120,7 +122,9 @@ class Link:
         while self._connections.poll(0):
             self._connections.recv_multipart(zmq.NOBLOCK)
             self._num_connections += 1
-        self._last_connection = max(1, self._num_connections)
+        before, self._last_connection = self._last_connection, max(1, self._num_connections)
+        if self._last_connection != before:
+            self._state.connection_lost(self.session)
         self._dealer.getsockopt(zmq.EVENTS)  # so that ZeroMQ lets go of the one before: nothing is sent into it now
 
     def _send(self, frame: bytes) -> bool:

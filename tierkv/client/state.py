@@ -207,6 +207,12 @@ class ClientState:
                     return
                 self._doubts.sent(doubt, ending, now)
 
+    def connection_lost(self, session: Session) -> None:
+        """A connection of `session` has ended: what is in doubt under it is sent again without a wait."""
+        if self._doubts:
+            with self._lock:
+                self._doubts.connection_lost(session)
+
     def note_other(self, request: int, *, readable: bool) -> None:
         """A reply that nobody waits for: to the end of a grant in doubt, to a call that gave up, or noise."""
         with self._lock:
