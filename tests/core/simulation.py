@@ -258,6 +258,7 @@ class Disk:
                 unknown_format=0,
                 temp_removed=0,
                 index_rebuilt=False,
+                hidden_bytes=sum(self.files[name].row.file_bytes for name in hidden),
             )
         )
         return reports

@@ -86,6 +86,7 @@ class Cascade:
         self.nvme_reserved = 0  # files being written
         self.removing_bytes = 0  # part of nvme_used that is on its way out
         self.overhead_bytes = 0
+        self.growth_bytes = 0  # part of overhead_bytes: nothing of it is there yet
         self._stranded_bytes = 0  # part of overhead_bytes: files that this start can neither use nor rule out
         self.is_writable = True
         self.why_not_writable: Reason | None = None
@@ -618,9 +619,13 @@ class Cascade:
         self._issue_removes(extent)
 
     def strand(self, num_bytes: int) -> None:
-        """Files that stay where they are until the next start, and take room until then."""
+        """Files that stay where they are, and take room until `unstrand` or the next start."""
         self._stranded_bytes += num_bytes
         self.overhead_bytes += num_bytes
+
+    def unstrand(self, num_bytes: int) -> None:
+        """They are gone."""
+        self.strand(-num_bytes)
 
     def _issue_removes(self, extent: Extent, aside: Reason | None = None) -> None:
         """`aside`: the files are right by their checksums and yet were found unusable, so they are kept for a look."""
@@ -868,6 +873,7 @@ class Cascade:
 
     def health(self, report: TierHealth, now: float) -> None:
         self.overhead_bytes = report.overhead_bytes + self._stranded_bytes
+        self.growth_bytes = report.growth_bytes
         was_writable = self.is_writable
         self._count_spare_files(report.spare_inodes)
         self.is_readable = report.readable

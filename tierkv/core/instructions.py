@@ -231,7 +231,8 @@ class RecoveryProgress(Report, frozen=True, tag=True):
 
 class Recovered(Report, frozen=True, tag=True):
     """Recovery is over: every row has been sent. Counts for the log, `status` and metrics. `unreadable` entries were
-    skipped because of an error that may pass."""
+    skipped because of an error that may pass. `hidden_bytes` of files were not told of: a purge is to remove them and
+    could not yet."""
 
     seconds: float
     extents: int
@@ -244,6 +245,7 @@ class Recovered(Report, frozen=True, tag=True):
     index_rebuilt: bool
     unreadable: int = 0
     temp_bytes: int = 0
+    hidden_bytes: int = 0
 
 
 class WriteDone(Report, frozen=True, tag=True):

@@ -103,6 +103,8 @@ class Purges:
         self._tickets = tickets
         self._jobs: dict[bytes, _Job] = {}
         self._unswept: dict[bytes, _Job] = {}  # of those, what is still to be removed from disk
+        self._resumed: set[bytes] = set()  # of those, what hid files from recovery
+        self._hidden_bytes = 0  # of these files
         cascade.held_back = lambda extent: self.covers(ledger.group_of(extent))
 
     # ---- from the asking on
@@ -270,6 +272,10 @@ class Purges:
     def _finish_sweep(self, job: _Job, now: float) -> None:
         del self._unswept[job.purge]
         job.unreachable = now
+        if job.purge in self._resumed:
+            self._resumed.remove(job.purge)
+            if not self._resumed:
+                self._cascade.unstrand(self._hidden_bytes)
         files, job.files = job.files, []
         self._cascade.swept(files, now)
         self._ledger.has_let_go = True
@@ -285,7 +291,13 @@ class Purges:
             job.unreachable = now
         else:
             self._unswept[report.purge] = job
+            self._resumed.add(report.purge)
             job.retry_at = now + self._ledger.limits.retry_seconds
+
+    def found_hidden(self, num_bytes: int) -> None:
+        """Files that recovery did not tell of, because they are to go, take room until they are gone."""
+        self._hidden_bytes = num_bytes
+        self._cascade.strand(num_bytes)
 
     def retry(self, now: float) -> None:
         self._sweep_what_can_be(now)

@@ -288,6 +288,7 @@ class CacheState:
                 if self._recovery is not None:
                     self._recovery.finish(saw_all=not report.unreadable)
                     self._recovery = None
+                    self._purges.found_hidden(report.hidden_bytes)
                     self._cascade.is_open = True
                     self._cascade.shrink(now, at_once=True)
                     self._cascade.pump(now)

@@ -72,9 +72,17 @@ def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
                 capacity_bytes=ledger.limits.nvme_bytes,
                 used_bytes=cascade.nvme_used,
                 reserved_bytes=cascade.nvme_reserved,
-                overhead_bytes=cascade.overhead_bytes,
+                overhead_bytes=_overhead(ledger, cascade),
                 is_writable=cascade.is_writable,
                 reason=cascade.why_not_writable,
             )
         )
     return tiers
+
+
+def _overhead(ledger: Ledger, cascade: Cascade) -> int:
+    """With as much of the room for growth as is left: when more is wanted of it, extents go first, and until they are
+    gone it is not there."""
+    there = cascade.overhead_bytes - cascade.growth_bytes
+    left = ledger.limits.nvme_bytes - cascade.nvme_used - cascade.nvme_reserved - there
+    return there + max(0, min(left, cascade.growth_bytes))

@@ -120,6 +120,7 @@ class _Counts:
     unreadable: int = 0
     temp_removed: int = 0
     temp_bytes: int = 0
+    hidden_bytes: int = 0
 
     def report(self, seconds: float, *, index_rebuilt: bool) -> Recovered:
         return Recovered(
@@ -133,6 +134,7 @@ class _Counts:
             unreadable=self.unreadable,
             temp_removed=self.temp_removed,
             temp_bytes=self.temp_bytes,
+            hidden_bytes=self.hidden_bytes,
             index_rebuilt=index_rebuilt,
         )
 
@@ -235,10 +237,28 @@ class _Recovery:
     def _is_hidden(self, group: GroupFolder) -> bool:
         return self._hides_all or any(covers(scope, group.fingerprint, group.group) for scope in self._hidden)
 
+    def _measure_hidden(self, folder: GroupFolder) -> None:
+        """What it holds takes room until it is gone."""
+        aside = Strays()  # what else lies there is counted when the sweep has come by
+        for namespace in find_namespaces(self._directory, folder, aside):
+            for shelf in find_shelves(self._directory, namespace, aside):
+                parts = (*namespace.parts, shelf)
+                try:
+                    with self._directory.folder(parts) as folder_fd:
+                        for entry in list_extents(folder_fd, shelf, aside):
+                            self._count_hidden(entry, parts)
+                except StorageError as error:
+                    self._strays.note(error, parts)
+
+    def _count_hidden(self, entry: os.DirEntry[str], parts: tuple[str, ...]) -> None:
+        status = self._status(entry, parts)
+        self._counts.hidden_bytes += 0 if status is None else status.st_size
+
     # ---------------------------------------------------------------- the walk
 
     def _walk_group(self, folder: GroupFolder, pool: HeaderPool) -> None:
         if self._is_hidden(folder):
+            self._measure_hidden(folder)
             return
         namespaces = find_namespaces(self._directory, folder, self._strays)
         self._seen.update(namespaces)
@@ -288,6 +308,7 @@ class _Recovery:
                     key = key_of(entry)
                     indexed = known.pop(prefix + key, None)
                     if key in hidden:
+                        self._count_hidden(entry, parts)
                         continue
                     if indexed is None:
                         wanted.append(key)
