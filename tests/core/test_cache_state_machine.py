@@ -256,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cancelled: set[bytes] = set()
         self.waiting_seals: dict[int, tuple[Prompt, float]] = {}
         self.warmups: list[bytes] = []
-        self.tainted: set[int] = set()  # pages with something purged in them, or with a writer of such
+        self.tainted: dict[int, object] = {}  # pages -> what was purged and is in them; None: somebody writes such
         self.purges = []
         self.committed: dict[tuple[bytes, int], set[bytes]] = {}
         self.lost_with_notice: set[bytes] = set()
@@ -319,7 +319,10 @@ class CacheMachine(RuleBasedStateMachine):
         return whole.first(blocks)
 
     def absorb(self, effects: list[object]) -> None:
-        self.tainted &= self.here.arena.keys()  # wiped since
+        arena = self.here.arena
+        self.tainted = {  # less what was wiped since, or filled with something else
+            slot: purged for slot, purged in self.tainted.items() if slot in arena and purged in (None, arena[slot])
+        }
         for effect in effects:
             if isinstance(effect, LeaseReady):
                 self.lease_ready(effect)
@@ -340,7 +343,7 @@ class CacheMachine(RuleBasedStateMachine):
             for offset, size in instruction.ranges:
                 assert not self.slots_of_engines() & set(range(offset, offset + size, PAGE)), "wiped under somebody"
         if isinstance(instruction, Read):
-            assert not self.tainted & set(instruction.slots), "memory is used that still holds what was purged"
+            assert not self.tainted.keys() & set(instruction.slots), "memory is used that still holds what was purged"
             taken = self.slots_of_engines() | self.worker.slots_in_use()
             assert not taken & set(instruction.slots), "a read would overwrite a slot that somebody uses"
         if isinstance(instruction, Write):
@@ -443,7 +446,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_reservation(ticket)
         assert not set(ticket.keys) & set(visible), "asked to store again what can be matched"
         assert not taken & set(answer.offsets), "slots were handed out that somebody still uses"
-        assert not self.tainted & set(answer.offsets), "memory was handed out that still holds what was purged"
+        assert not self.tainted.keys() & set(answer.offsets), "memory was handed out that still holds what was purged"
         for offset, generation in zip(answer.offsets, answer.generations, strict=True):
             assert generation > self.here.handed_out.get(offset, -1), "a late reader could not tell"
             self.here.handed_out[offset] = generation
@@ -978,11 +981,11 @@ class CacheMachine(RuleBasedStateMachine):
         for slab in self.state._ledger.pool._slabs.values():  # who writes a wide slot writes all of its pages
             for slot in slab.used:
                 self.here.arena.zero(slot + PAGE, slab.slot_bytes - PAGE)
-        self.tainted |= {slot for slot, content in self.here.arena.items() if content[0] in gone}
+        self.tainted |= {slot: content for slot, content in self.here.arena.items() if content[0] in gone}
         for ticket in self.here.tickets.values():
             if set(ticket.prompt.block_keys) & gone:
                 ticket.purged = True
-                self.tainted |= set(ticket.answer.offsets)
+                self.tainted |= dict.fromkeys(ticket.answer.offsets)
 
     def head_of(self, key: bytes) -> bytes:
         """Of the extent that holds the block; the block itself where none does."""
