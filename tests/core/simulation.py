@@ -437,7 +437,7 @@ class Bench:
         self.numbers = 0
         self.start()
 
-    def start(self, order: Sequence[FileName] | None = None) -> None:
+    def start(self, order: Sequence[FileName] | None = None, *, resume_failure: Reason | None = None) -> None:
         """A new incarnation on the same disk."""
         self.arena = Arena()
         self.generations = [0] * (self.limits.host_bytes // PAGE)
@@ -448,7 +448,7 @@ class Bench:
         self.absorb(self.state.open_group(self.spec, self.now))
         if self.limits.nvme_bytes:
             self.absorb(self.state.worker_started(self.now))
-            for report in [*self.disk.resume(), *self.disk.recovery(order)]:
+            for report in [*self.disk.resume(resume_failure), *self.disk.recovery(order)]:
                 self.absorb(self.state.report(report, self.now))
 
     def absorb(self, effects: Iterable[object]) -> None:

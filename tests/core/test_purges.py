@@ -306,6 +306,20 @@ def test_a_sweep_that_fails_is_tried_again_and_says_why_meanwhile() -> None:
     assert (progress(bench).phase, progress(bench).reason) == (PurgePhase.GONE, None)
 
 
+def test_files_that_a_start_could_not_remove_take_room_until_they_are_gone() -> None:
+    bench = bench_of_two()
+    bench.store_durably(acme(1, 2))
+    on_disk = bench.disk.used_bytes
+    purge(bench, OfTenant("acme"))
+    bench.start(resume_failure=Reason.IO_ERROR)
+    nvme = bench.state.tiers()[1]
+    assert (nvme.used_bytes, nvme.overhead_bytes) == (0, on_disk)
+    bench.tick(1.0)
+    bench.work()
+    assert (bench.disk.used_bytes, bench.state.tiers()[1].overhead_bytes) == (0, 0)
+    assert progress(bench).phase is PurgePhase.GONE
+
+
 def test_a_removal_that_fails_keeps_the_sweep_waiting_and_is_named() -> None:
     bench = bench_of_two()
     bench.store(acme(1, 2))

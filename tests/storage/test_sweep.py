@@ -23,6 +23,7 @@ from tierkv.core.instructions import (
     PurgeAbout,
     PurgeResumed,
     PurgeScope,
+    Recovered,
     Report,
     Rows,
     ScopeExtents,
@@ -96,8 +97,8 @@ class Store:
             DataDirectory.open(root or self.root) as directory,
             self.parts(directory) as (catalog, quarantine),
         ):
-            recover(directory, catalog, quarantine, emit=reports.append, now=NOW)
-        return reports
+            recovered = recover(directory, catalog, quarantine, emit=reports.append, now=NOW)
+        return [*reports, recovered]
 
 
 def _row(sample: Sample) -> ExtentRow:
@@ -255,8 +256,12 @@ def test_what_a_start_can_not_remove_it_hides_and_the_record_stays(store: Store)
     assert isinstance(first, PurgeResumed)
     assert first.reason == Reason.IO_ERROR
     assert rows(rest) == {store.others[0].name.key}
+    left = [store.root / str(sample.name) for sample in store.mine if (store.root / str(sample.name)).exists()]
+    assert hidden_bytes(rest) == sum(map(os.path.getsize, left)) > 0
     assert os.listdir(store.root / "purges") == [PURGE.hex()]
-    assert rows(store.start()[1:]) == {store.others[0].name.key}
+    again = store.start()[1:]
+    assert rows(again) == {store.others[0].name.key}
+    assert hidden_bytes(again) == 0
     assert os.listdir(store.root / "purges") == []
 
 
@@ -268,12 +273,17 @@ def test_single_extents_are_hidden_the_same_way(store: Store) -> None:
     with inject(errno.EIO, "unlink", when=lambda args, kwargs: args[0] == kept, times=ALWAYS):
         reports = store.start()
     assert rows(reports) == {store.mine[1].name.key, store.others[0].name.key}
+    assert hidden_bytes(reports) == os.path.getsize(store.root / str(store.mine[0].name)) > 0
 
 
 def test_records_that_can_not_be_listed_hide_everything_until_they_can(store: Store) -> None:
     with inject(errno.EIO, "listdir", when=lambda args, kwargs: _is_folder(args[0], "purges"), times=ALWAYS):
         assert rows(store.start()) == set()
     assert rows(store.start()) == {sample.name.key for sample in (*store.mine[:2], store.others[0])}
+
+
+def hidden_bytes(reports: list[Report]) -> int:
+    return next(report.hidden_bytes for report in reports if isinstance(report, Recovered))
 
 
 def _is_folder(fd: int, name: str) -> bool:
