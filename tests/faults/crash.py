@@ -644,8 +644,8 @@ def _choose_states(
     if len(every) <= per_point:
         yield from every
         return
-    corners = min(len(_CORNERS), (per_point + 1) // 2)
-    for number in range(at, at + corners):  # each of them at one of the next points, if not at this one
+    corners = min(len(_CORNERS), (per_point + at % 2) // 2)  # of one a point, every second is a corner
+    for number in range(at // 2, at // 2 + corners):  # each of them at one of the next points, if not at this one
         newest_names, content = _CORNERS[number % len(_CORNERS)]
         yield disk.choose(_Corner(newest_names=newest_names, content=content), at, notes)
     for _ in range(per_point - corners):

@@ -28,7 +28,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_only_a_failing_test_kills(tree: Path) -> None:  # seconds: seven runs of pytest
+def test_only_a_failing_test_kills(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # seconds: runs of pytest
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading plugins, which these need not, is most of a run
     before = (tree / "tierkv/x.py").read_bytes()
     verdicts = try_all(
         [

@@ -136,8 +136,16 @@ class Life:
     @property
     def stop_began(self) -> int:
         """After how many events."""
+        return self._first(StopBegan)
+
+    @property
+    def first_flushed(self) -> int:
+        """After how many events."""
+        return self._first(Flushed)
+
+    def _first(self, kind: type[object]) -> int:
         events = enumerate(self.recorder.events)
-        return next(at for at, event in events if isinstance(event, Noted) and isinstance(event.note, StopBegan))
+        return next(at for at, event in events if isinstance(event, Noted) and isinstance(event.note, kind))
 
     @property
     def num_flushed(self) -> int:

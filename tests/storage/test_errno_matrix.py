@@ -1,7 +1,7 @@
 """Each error x each system call of each operation of storage x {once, at each of its calls; always}.
 
-The calls are those of a clean run, so that a new one joins by itself. A whole start makes so many that each of its
-calls meets three of the errors in turn, and all of them with TIERKV_ERRNO_MATRIX=full.
+The calls are those of a clean run, so that a new one joins by itself. A whole start makes so many that each
+of its calls meets one or two of the errors in turn, and all of them with TIERKV_ERRNO_MATRIX=full.
 
 What must hold in each cell: the operation is done in full or fails by name; once the fault has ended no temp file is
 left (at the latest when the next start has cleared them), nothing wrong can be read, no good file is gone, and the next
@@ -92,7 +92,7 @@ class Subject:
     """An operation, on a data directory with two good extents. Tests of one subject share the directory: whatever a
     fault leaves has to be harmless for the next one."""
 
-    is_slow = False
+    one_in = 1  # of the single errors, where there are so many that each takes its turn
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -263,6 +263,8 @@ class OpeningQuarantine(Subject):
 class MakingDirectory(Subject):
     """A data directory that is not there yet, FORMAT and all."""
 
+    one_in = 3
+
     def prepare(self) -> None:
         self.path = Path(tempfile.mkdtemp(dir=self.root)) / "new"
 
@@ -395,7 +397,7 @@ class OpeningIndex(Subject):
 class Recovering(Subject):
     """A whole start, with something damaged and a temp file in the way: it never fails either."""
 
-    is_slow = True
+    one_in = 8
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -471,7 +473,7 @@ MIN_CELLS: dict[type[Subject], int] = {
     Removing: 210,
     SettingAside: 170,
     OpeningQuarantine: 50,
-    MakingDirectory: 800,
+    MakingDirectory: 400,
     OpeningDirectory: 480,
     MakingGroup: 550,
     FindingGroup: 100,
@@ -480,7 +482,7 @@ MIN_CELLS: dict[type[Subject], int] = {
     Touching: 90,
     ReadingHeaders: 150,
     OpeningIndex: 190,
-    Recovering: 450,
+    Recovering: 300,
     RememberingDigest: 240,
     RecallingDigest: 80,
 }
@@ -514,7 +516,7 @@ def cells_of(subject: Subject) -> list[Cell]:
         for name, count in calls.count().items()
         for turn, number in enumerate(ALL_ERRNOS)
         for nth, times in [(0, ALWAYS), *((nth, 1) for nth in range(count))]
-        if times == ALWAYS or IS_FULL or not subject.is_slow or (turn + nth) % 4 == 0
+        if times == ALWAYS or IS_FULL or (turn + nth) % subject.one_in == 0
     ]
 
 

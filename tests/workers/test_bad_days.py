@@ -24,7 +24,7 @@ from tierkv.core.reasons import Reason
 
 DAYS = int(os.environ.get("TIERKV_BAD_DAYS", "2"))
 FIRST_DAY = int(os.environ.get("TIERKV_BAD_DAYS_FROM", "0"))
-HOURS = 25
+HOURS = 14
 """Rounds of operations that are sent together, each with a fault of its own."""
 
 CALLS = (
