@@ -47,7 +47,7 @@ OPERATIONS = {
 }
 """Function of `os` -> the name that it is counted by."""
 
-TURNS = 50
+TURNS = 24
 BLOCKS = 2
 PREFILLED = 80  # prompts of 32 KiB: more than fits in memory, so that some are on disk only
 
