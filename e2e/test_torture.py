@@ -20,7 +20,7 @@ import pytest
 
 from e2e.harness import environment
 from tierkv.torture import round as round_module
-from tierkv.torture.plan import ALL_CONDITIONS, ROOMY, STEADY, Conditions, PlannedRound, each_once
+from tierkv.torture.plan import ALL_CONDITIONS, DAMAGED, ROOMY, STEADY, Conditions, PlannedRound, each_once
 from tierkv.torture.processes import descendants, is_same
 from tierkv.torture.run import VERDICT, torture
 from tierkv.torture.verdict import Verdict
@@ -38,7 +38,7 @@ def test_what_was_flushed_outlives_every_kill_and_nothing_is_ever_wrong(
 ) -> None:
     planned = each_once(conditions, SEED)
     if STEPS:
-        planned = dataclasses.replace(planned, steps=planned.steps[: STEPS * 2 if conditions is ROOMY else STEPS])
+        planned = dataclasses.replace(planned, steps=planned.steps[: STEPS * 2 if conditions in (ROOMY, DAMAGED) else STEPS])
     verdict = torture(tmp_path / "torture", [planned], SEED)
     with capsys.disabled():
         print(f"\n{conditions.name}: {json.dumps(verdict.as_object())}")
