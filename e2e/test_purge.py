@@ -177,9 +177,9 @@ def test_a_node_without_a_directory_wipes_its_memory_too(tmp_path: Path) -> None
 
 
 STAGES = {
-    "storage": ("recorded", "files", "index", "crossed out"),
-    "front": ("recorded", "files", "crossed out"),
-    "supervisor": ("recorded", "index", "flushed"),
+    "storage": ("recorded", "files", "crossed out"),
+    "front": ("files", "crossed out"),
+    "supervisor": ("index", "flushed"),
 }
 
 

@@ -38,7 +38,8 @@ def test_what_was_flushed_outlives_every_kill_and_nothing_is_ever_wrong(
 ) -> None:
     planned = each_once(conditions, SEED)
     if STEPS:
-        planned = dataclasses.replace(planned, steps=planned.steps[: STEPS * 2 if conditions in (ROOMY, DAMAGED) else STEPS])
+        most = STEPS * 2 if conditions in (ROOMY, DAMAGED) else STEPS
+        planned = dataclasses.replace(planned, steps=planned.steps[:most])
     verdict = torture(tmp_path / "torture", [planned], SEED)
     with capsys.disabled():
         print(f"\n{conditions.name}: {json.dumps(verdict.as_object())}")
