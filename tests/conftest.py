@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,10 @@ def runtime_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_surroundings(runtime_dir: Path) -> Iterator[None]:
-    """No setting, configuration file or running node of the user reaches a test."""
+    """No setting, configuration file or running node of the user reaches a test; and Ctrl-C reaches what tests start: a
+    shell has whatever runs in its background ignore SIGINT, and a process hands that on to its children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for variable in list(os.environ):
             if variable.startswith("TIERKV_") and variable not in SCRIPT_VARIABLES:
