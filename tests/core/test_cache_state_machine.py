@@ -1129,9 +1129,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.real_bytes = booked
 
     def booked_bytes(self) -> int:
-        """What the core says lies on the disk, or will."""
+        """What the core says lies on the disk, or will, what a purge could not yet remove included."""
         nvme = self.state.tiers()[1]
-        return nvme.used_bytes + nvme.reserved_bytes
+        return nvme.used_bytes + nvme.reserved_bytes + self.state._cascade._stranded_bytes
 
     @invariant()
     def a_match_is_no_more_than_was_committed_and_is_there(self) -> None:

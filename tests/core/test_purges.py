@@ -16,6 +16,7 @@ from tierkv.core.instructions import (
     Read,
     RecordPurge,
     Remove,
+    SetAside,
     SweepPurge,
     Write,
     Zero,
@@ -409,6 +410,20 @@ def test_an_orphan_below_a_purged_prefix_is_not_found_again_when_its_parent_retu
     bench.store(prompt.first(2))
     assert bench.match(prompt)[0] == 2
     assert progress(bench).phase is PurgePhase.GONE
+
+
+def test_what_is_on_its_way_out_takes_no_successor_along_that_is_not_in_scope() -> None:
+    bench = Bench(host_slots=16, extent_blocks=1)
+    prompt, other = bench.prompt(1, 2), bench.prompt(9)
+    bench.store_durably(prompt)
+    bench.store_durably(other)
+    bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, 1, bench.now))
+    assert waiting(bench, SetAside)
+    bench.store(prompt)
+    purge(bench, OfPrefix(other.key(0).hex()))
+    assert (bench.match(prompt)[0], bench.match(other)[0]) == (2, 0)
+    bench.work()
+    assert bench.match(prompt)[0] == 2
 
 
 def test_staged_blocks_go_as_well() -> None:

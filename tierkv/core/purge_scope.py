@@ -182,8 +182,10 @@ def _below(ledger: Ledger, group: bytes, key: bytes, extents: list[Extent]) -> M
                 seen.add(one)
                 todo.append(one)
 
-    for extent in inside:
-        if (extent.is_orphan or not extent.in_tree) and extent.first_token > depth:
+    lost = [extent for extent in inside if extent.is_orphan or not extent.in_tree]
+    rooted = _rooted_keys(group, inside) if lost else frozenset()
+    for extent in lost:
+        if extent.first_token > depth and extent.parent not in rooted:
             found[extent] = None
             reach((extent.key, *split_keys(extent.keys)))
     while todo:
@@ -209,6 +211,13 @@ def _below(ledger: Ledger, group: bytes, key: bytes, extents: list[Extent]) -> M
         ],
         [ledger.tickets[grant] for grant in grants],
     )
+
+
+def _rooted_keys(group: bytes, extents: list[Extent]) -> frozenset[bytes]:
+    """Of what hangs on one of these it is known where it belongs: an extent that is on its way out may have a successor
+    in the tree, which must not go because of it."""
+    in_place = [extent.keys for extent in extents if extent.in_tree and not extent.is_orphan]
+    return frozenset((group, *(key for keys in in_place for key in split_keys(keys))))
 
 
 def _depth(
