@@ -6,18 +6,24 @@ the failure that it is. Run in the place of tierkv.node.front (see node_with).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tierkv.core.instructions import WriteDone
-from tierkv.core.state import CacheState
+from tierkv.core.state import CacheState, Limits
 from tierkv.node import front
+from tierkv.node.control import FrontSettings
 from tierkv.torture.barriers import reach
 
 AUDIT_SHARE = 20
 """One part in so many of the time goes into audits."""
+
+STAGED_SECONDS = 5.0
+"""So long are blocks kept whose predecessor is missing: engines die all the time, and a reckoning waits for all room to
+be back."""
 
 
 class Audit:
@@ -59,7 +65,15 @@ def held_report(method: Callable[..., Any]) -> Callable[..., Any]:
     return report
 
 
+def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
+    return dataclasses.replace(_limits_of(settings, nvme_bytes), staged_seconds=STAGED_SECONDS)
+
+
+_limits_of = front.limits_of
+
+
 def main() -> int:
+    front.limits_of = limits_of
     CacheState.commit = held_commit(CacheState.commit)  # type: ignore[method-assign]
     CacheState.report = held_report(CacheState.report)  # type: ignore[method-assign]
     audit = Audit()
