@@ -131,6 +131,8 @@ def _scope(
         raise _usage("an empty salt is everybody without one; if that is meant, say --no-tenant")
     if no_tenant:
         tenant = ""
+    if model == "":
+        raise _usage("--model: the name is empty; say a name, or digits of the fingerprint")
     if prefix is not None:
         prefix = prefix.lower().removesuffix(".kv")
         if not re.fullmatch(r"[0-9a-f]{16,64}", prefix):

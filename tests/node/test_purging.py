@@ -13,7 +13,9 @@ from tests.node.test_reading_and_writing import store
 from tierkv.core.instructions import PurgeRecorded, PurgeSwept, RecordPurge, SweepPurge, Swept, Zero, Zeroed
 from tierkv.core.reasons import Reason
 from tierkv.node.arena_wiper import SLICE_BYTES, ArenaWiper
-from tierkv.wire.messages import ErrorCode, Match, Purge
+from tierkv.node.purging import Purging
+from tierkv.node.waiting import Asker
+from tierkv.wire.messages import Error, ErrorCode, Match, Purge
 
 JOB = b"job-number-00001"
 
@@ -48,6 +50,23 @@ def test_a_purge_goes_from_its_record_to_its_end_and_every_answer_is_a_receipt(d
     assert (last.phase, last.finished, last.recorded) == ("gone", True, True)
     assert (last.removed_files, last.removed_bytes, last.index_rows) == (1, 4096, 1)
     assert durable.ask(Purge, session=TOOL, job=JOB, tenant="") == msgspec.structs.replace(last, id=last.id + 1)
+
+
+def test_a_model_without_a_name_is_not_every_model_that_has_none(durable: Kit) -> None:
+    keys = store(durable, 2)
+    refused = durable.ask(Purge, session=TOOL, job=JOB, model="")
+    assert (refused.code, refused.field) == (ErrorCode.INVALID, "model")
+    assert durable.ask(Match, group=GROUP, keys=keys).blocks == 2
+
+
+def test_a_node_that_may_not_write_says_so_instead_of_hiding_for_a_while_what_it_can_not_remove(durable: Kit) -> None:
+    keys = store(durable, 2)
+    purging = Purging(durable.core, is_read_only=True)
+    request = Purge(id=1, session=TOOL, job=JOB, tenant="")
+    refused = purging.ask(request, Asker(b"", 1, TOOL, "Purge", durable.now), durable.now)
+    assert isinstance(refused, Error)
+    assert "read_only" in refused.problem
+    assert durable.ask(Match, group=GROUP, keys=keys).blocks == 2
 
 
 def test_a_dry_run_changes_nothing(durable: Kit) -> None:

@@ -246,6 +246,15 @@ def _cut_off_at(stage: str):  # type: ignore[no-untyped-def]
     return reached
 
 
+def test_a_file_that_lay_under_anothers_name_is_known_in_quarantine_by_its_header(store: Store) -> None:
+    mine, other = store.mine[0], store.others[0]
+    shutil.copy(store.root / str(mine.name), store.root / str(other.name))
+    with DataDirectory.open(store.root) as directory, store.parts(directory) as (_, quarantine):
+        assert quarantine.set_aside(other.name, Reason.IDENTITY_MISMATCH, NOW)
+    assert store.purge(store.whole).quarantined_files == 2  # type: ignore[attr-defined]
+    assert traces(store.root, [mine], SALT) == []
+
+
 def test_what_a_start_can_not_remove_it_hides_and_the_record_stays(store: Store) -> None:
     scope = msgspec.structs.replace(store.whole)
     with DataDirectory.open(store.root) as directory:

@@ -148,6 +148,7 @@ class Front:
                 host_bytes=settings.host_bytes,
                 slab_bytes=settings.slab_bytes,
                 has_nvme=self._has_nvme,
+                is_read_only=settings.read_only,
             ),
             status=self._survey.status,
             usage=self._survey.usage,

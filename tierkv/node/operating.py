@@ -22,6 +22,7 @@ class Operating:
         core: CoreCalls,
         *,
         has_nvme: bool,
+        is_read_only: bool,
         status: Callable[[int, float], Reply],
         usage: Callable[[int], Reply],
     ) -> None:
@@ -35,7 +36,7 @@ class Operating:
             Usage: lambda request, _asker, _now: usage(request.id),
             Warmup: self._warmup,
             Verify: self._verify,
-            Purge: Purging(core).ask,
+            Purge: Purging(core, is_read_only=is_read_only).ask,
         }
 
     def on_progress(self, report: ScrubProgress) -> None:

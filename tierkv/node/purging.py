@@ -17,8 +17,9 @@ MAX_UNFINISHED = 16
 class Purging:
     """A purge is the core's: it goes on whoever asks about it."""
 
-    def __init__(self, core: CoreCalls) -> None:
+    def __init__(self, core: CoreCalls, *, is_read_only: bool = False) -> None:
         self._core = core
+        self._is_read_only = is_read_only
         self._state = core.state
         self._unfinished: set[bytes] = set()
 
@@ -35,6 +36,12 @@ class Purging:
         if len(meant) > 1:
             problem = "tenant, model and prefix are three purges; ask for one"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tenant")
+        if request.model == "":
+            problem = "a model is named by its fingerprint, which is not empty"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="model")
+        if meant and self._is_read_only and not request.dry_run:
+            problem = "this node may change nothing in its data directory (read_only); ask one that writes to it"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
         if request.dry_run and meant:
             return self._reply(request, self._core.look(lambda: self._state.preview_purge(meant[0], now)))
         known = self._core.look(lambda: self._state.purge_progress(request.job))

@@ -63,6 +63,7 @@ class NodeFacts:
     host_bytes: int
     slab_bytes: int
     has_nvme: bool
+    is_read_only: bool = False
 
 
 class Service:
@@ -86,7 +87,9 @@ class Service:
         outbox.on_lost = self._on_lost_reply
         self._reading = Reading(core, sessions, outbox)
         self._writing = Writing(core, sessions, outbox)
-        self._operating = Operating(core, has_nvme=facts.has_nvme, status=status, usage=usage)
+        self._operating = Operating(
+            core, has_nvme=facts.has_nvme, is_read_only=facts.is_read_only, status=status, usage=usage
+        )
         self._handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Hello: self._hello,
             OpenGroup: self._open_group,

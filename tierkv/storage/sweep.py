@@ -25,6 +25,7 @@ from tierkv.storage.catalog import Catalog, IndexFailed
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import remove_if_empty, unlink_extent
 from tierkv.storage.extent_header import load_header, open_regular
+from tierkv.storage.format import Header
 from tierkv.storage.index_row import Namespace
 from tierkv.storage.names import INDEX, MODELS, QUARANTINE, TEMP, Parts, group_parts, model_parts
 from tierkv.storage.namespace import IDENTITY_FILE, MODEL_FILE, read_identity
@@ -177,24 +178,27 @@ class _Sweep:
     # ---- what lies elsewhere
 
     def _empty_quarantine(self, folders: set[bytes]) -> Usage:
-        """All of a group in scope, of a prefix as well: which blocks a damaged file holds can't be trusted. A file of a
-        group without a folder is told by its header, where that can be read."""
+        """All of a group in scope, of a prefix as well: which blocks a damaged file holds can't be trusted. Whose a file
+        is, its name says, and its header where that can be read: it may have lain under somebody else's name."""
         groups = folders | {one.group for one in self.scope.groups} | {one.group for one in self.scope.extents}
 
         def is_meant(file: str, group: bytes) -> bool:
-            return group in groups or (bool(self.scope.models) and self._model_of(file) in self.scope.models)
+            if group in groups:
+                return True
+            header = self._header_of(file)
+            return header is not None and (header.group in groups or header.fingerprint in self.scope.models)
 
         used = self.quarantine.remove(is_meant)
         self._flush((QUARANTINE,))
         return used
 
-    def _model_of(self, file: str) -> str:
-        """By the header of a file in quarantine; empty where it can't be read."""
+    def _header_of(self, file: str) -> Header | None:
+        """Of a file in quarantine; None where it can't be read."""
         try:
             with self.directory.folder((QUARANTINE,)) as fd, open_regular(fd, file) as (opened, found):
-                return load_header(opened, found.st_size)[0].fingerprint
+                return load_header(opened, found.st_size)[0]
         except (DamagedFile, UnknownFormat, ForeignFile, StorageError):
-            return ""  # that file is damaged, which is why it is here
+            return None  # that file is damaged, which is why it is here
 
     def _drop_rows(self) -> int:
         prefixes = [bytes.fromhex(model) for model in self.scope.models]
