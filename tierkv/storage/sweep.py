@@ -178,8 +178,8 @@ class _Sweep:
     # ---- what lies elsewhere
 
     def _empty_quarantine(self, folders: set[bytes]) -> Usage:
-        """All of a group in scope, of a prefix as well: which blocks a damaged file holds can't be trusted. Whose a file
-        is, its name says, and its header where that can be read: it may have lain under somebody else's name."""
+        """All of a group in scope, of a prefix as well: which blocks a damaged file holds can't be trusted. Whose a
+        file is, its name says, and its header where that can be read: it may have lain under another's name."""
         groups = folders | {one.group for one in self.scope.groups} | {one.group for one in self.scope.extents}
 
         def is_meant(file: str, group: bytes) -> bool:
