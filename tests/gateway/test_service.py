@@ -17,6 +17,7 @@ from tests.wire.samples import REQUESTS
 from tierkv.core.reasons import Reason
 from tierkv.gateway import users
 from tierkv.gateway.tenant_session import MAX_ENDED
+from tierkv.wire.frames import encode
 from tierkv.wire.messages import (
     Abort,
     Acquire,
@@ -34,6 +35,7 @@ from tierkv.wire.messages import (
     OpenGroup,
     Put,
     Release,
+    Reply,
     ReportBad,
     Request,
     Reserve,
@@ -408,6 +410,65 @@ def test_groups_are_capped_and_a_refused_one_takes_no_place(folder: Path, monkey
         assert (await other.open(salt="d")).group
 
     run(folder, program)
+
+
+def test_a_group_counts_as_long_as_a_session_that_opened_it_lives(
+    folder: Path, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(users, "MAX_GROUPS", 1)
+
+    async def program(desk: Desk) -> None:
+        user = desk.user(1)
+        one, other = desk.tenant(user), desk.tenant(user)
+        for tenant in (one, one, other):
+            await tenant.open(salt="a")
+        desk.service.end_session(one.token)
+        refused = await other.open(salt="b")
+        assert refused.code == ErrorCode.TOO_MANY  # type: ignore[attr-defined]
+        assert await other.match(TOKENS) == 0, "the group of the session that lives is still known"
+        desk.service.end_session(other.token)
+
+        for salt in ("b", "c", "a"):
+            later = desk.tenant(user)
+            assert (await later.open(salt=salt)).persistent
+            await later.store(TOKENS, PAYLOAD)
+            assert await later.match(TOKENS) == 4
+            desk.service.end_session(later.token)
+        session = desk.upstream.state.session()
+        assert session is not None
+        assert not session.opened, "what only grows"
+
+    run(folder, program)
+    assert [request.identity.salt[-1] for request in node.saw(OpenGroup)] == ["a", "b", "c", "a"]
+
+
+def test_grants_and_requests_of_an_ended_session_find_an_end_though_its_group_is_forgotten(
+    folder: Path, node: FakeNode
+) -> None:
+    async def program(desk: Desk) -> None:
+        tenant = desk.tenant(desk.user(1))
+        await tenant.open()
+        await tenant.store(TOKENS, PAYLOAD)
+        assert (await tenant.acquire(TOKENS, GRANT)).blocks == 4
+        await tenant.reserve([7, 7, 7, 7], OTHER_GRANT)
+        node.script[Match].append(hold)
+        waiting = asyncio.ensure_future(tenant.match(TOKENS))
+        while not node.held:
+            await asyncio.sleep(0.001)  # between two looks at a condition that the test's time limit ends
+        not_begun = Match(id=next(desk.ids), session=tenant.token, group=tenant.group, keys=tenant.keys(TOKENS))
+        answers: list[Reply] = []
+        desk.service.handle(tenant.user, encode(not_begun), lambda _session, reply: answers.append(reply))
+        tasks = set(tenant.session.tasks)
+        desk.service.end_session(tenant.token)
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in done] == [asyncio.CancelledError] * 2
+        assert not answers
+        waiting.cancel()
+        node.release_held()
+        assert (tenant.user.held_bytes, tenant.user.requests) == (0, 0)
+
+    run(folder, program)
+    assert node.has_no_grants()
 
 
 def test_requests_under_way_are_capped_by_number_and_bytes(

@@ -159,6 +159,12 @@ class ClientState:
                 self._session = None
                 self._retire(session)
 
+    def forget_group(self, key: bytes) -> None:
+        """Nobody uses it any more: who opens it again asks the node again."""
+        session = self._session
+        if session is not None:
+            session.opened.discard(key)
+
     def hold(self, session: Session) -> bool:
         """Count a grant that uses the session's arena. False when the arena is on its way out."""
         with self._lock:

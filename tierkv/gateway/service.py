@@ -97,7 +97,10 @@ class Service:
         session.user.sessions -= 1
         for task in session.tasks:
             task.cancel()
-        self._grants.give_back(session.take_all())
+        self._grants.give_back(session.take_all())  # each with its group's record, which it keeps for itself
+        for group in session.groups:
+            if session.user.leave(group, session.token):
+                self._upstream.state.forget_group(group)
 
     def sweep(self) -> None:
         """Let go of what was granted by a front that is gone: its arena counts as taken until then."""
@@ -212,7 +215,7 @@ class Service:
         failure = await self._upstream.run(self._upstream.verbs.declare_group(record))
         if failure is not None:
             return refusal_of_failure(request.id, failure)
-        record = session.user.admit(record)
+        record = session.user.admit(record, session.token)
         session.groups.add(record.key)
         return OpenGroupReply(
             id=request.id, group=record.key, persistent=bool(record.persistent), reason=record.persistence_reason

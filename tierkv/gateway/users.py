@@ -17,6 +17,14 @@ MAX_NAME = 100
 
 
 @dataclass(slots=True, eq=False)
+class _OpenGroup:
+    """`sessions` that have it open, by token."""
+
+    record: GroupRecord
+    sessions: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class User:
     """`limit_bytes` of slots may be in its leases and tickets at one time. `requests` of it, `request_bytes` long, are
     under way at the node."""
@@ -28,7 +36,7 @@ class User:
     requests: int = 0
     request_bytes: int = 0
     sessions: int = 0
-    _records: dict[bytes, GroupRecord] = field(default_factory=dict)
+    _groups: dict[bytes, _OpenGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tenant = tenant_of_user(self.uid)
@@ -51,15 +59,26 @@ class User:
         )
 
     def has_room_for(self, record: GroupRecord) -> bool:
-        return record.key in self._records or len(self._records) < MAX_GROUPS
+        return record.key in self._groups or len(self._groups) < MAX_GROUPS
 
-    def admit(self, record: GroupRecord) -> GroupRecord:
-        """Remember a group that the node has opened; the record in use of it."""
-        return self._records.setdefault(record.key, record)
+    def admit(self, record: GroupRecord, session: bytes) -> GroupRecord:
+        """Remember a group that the node has opened for this session; the record in use of it."""
+        known = self._groups.setdefault(record.key, _OpenGroup(record))
+        known.sessions.add(session)
+        return known.record
+
+    def leave(self, group: bytes, session: bytes) -> bool:
+        """The session has ended. Whether no other has the group open: then it is forgotten, and takes no place."""
+        known = self._groups[group]
+        known.sessions.discard(session)
+        if known.sessions:
+            return False
+        del self._groups[group]
+        return True
 
     def record(self, group: bytes, rank: int) -> GroupRecord:
         """Of a group that was admitted. Raises ConfigError for a rank that it hasn't got."""
-        first = self._records[group]
+        first = self._groups[group].record
         if not rank:
             return first
         return declare(
