@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tierkv.client import session as session_module
 from tierkv.client.session import Refusal, open_session
 from tierkv.core.reasons import Reason
-from tierkv.wire.session import SESSION_SOCKET_NAME, Detach, SessionGrant, encode_packet
+from tierkv.wire.session import SESSION_SOCKET_NAME, Detach, SessionGrant, SessionRefused, encode_packet
 
 GRANT = encode_packet(
     SessionGrant(token=bytes(16), incarnation=1, endpoint="ipc:///x", arena_bytes=4096, page_bytes=4096, data_dir="")
@@ -84,6 +86,36 @@ def test_an_answer_that_gives_no_memory_is_refused_and_leaves_nothing_open(
     assert problem in refusal.problem
     if packet == GRANT:
         assert heard == [DETACH], "what is not used is given back"
+
+
+@pytest.mark.parametrize("before", ["_require_believed_peer", "_receive"], ids=["before the hello", "behind the hello"])
+@pytest.mark.parametrize(
+    ("packet", "problem"),
+    [
+        (encode_packet(SessionRefused(code="wrong_user", problem="who are you?")), "wrong_user: who are you?"),
+        (b"", "closed before it answered"),
+    ],
+    ids=["with a word", "without"],
+)
+def test_a_server_that_closes_without_reading_the_hello_is_quoted(
+    node_dir: Path, monkeypatch: pytest.MonkeyPatch, before: str, packet: bytes, problem: str
+) -> None:
+    goes_on = getattr(session_module, before)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(node_dir / SESSION_SOCKET_NAME))
+        listener.listen()
+
+        def refuse_first(*arguments: Any) -> Any:
+            connection, _address = listener.accept()
+            with connection:
+                if packet:
+                    connection.send(packet)
+            return goes_on(*arguments)
+
+        monkeypatch.setattr(session_module, before, refuse_first)
+        refusal = attempt(node_dir)
+    assert refusal.reason is Reason.NODE_AWAY
+    assert problem in refusal.problem
 
 
 def test_descriptors_beyond_those_expected_are_not_kept(node_dir: Path) -> None:

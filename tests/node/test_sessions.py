@@ -306,6 +306,7 @@ def test_another_user_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch
         refusal, _ = hear(client)
         assert isinstance(refusal, SessionRefused)
         assert refusal.code == "wrong_user"
+        assert refusal.problem.endswith(f"this node serves user {os.getuid() + 1} only")
 
 
 def test_who_connects_and_says_nothing_is_dropped(served: Served) -> None:

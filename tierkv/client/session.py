@@ -160,14 +160,26 @@ def _connect(connection: socket.socket, path: Path, node_user: int | None, until
 
 def _exchange(connection: socket.socket, client: str, maps_arena: bool, until: float) -> Session | Refusal:
     hello = SessionHello(protocol=PROTOCOL_VERSION, client=client, maps_arena=maps_arena)
-    connection.send(encode_packet(hello))
-    connection.settimeout(_remaining(until))
-    packet, descriptors, _flags, _address = socket.recv_fds(connection, MAX_PACKET_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+    with suppress(BrokenPipeError, ConnectionResetError):  # who refuses a user says so, and waits for no hello
+        connection.send(encode_packet(hello))
+    packet, descriptors = _receive(connection, until)
     try:
         return _accept(connection, packet, descriptors, maps_arena)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _receive(connection: socket.socket, until: float) -> tuple[bytes, list[int]]:
+    """A packet and its descriptors. Where the other side has closed without reading our hello, the kernel says so once,
+    before what had been sent."""
+    connection.settimeout(_remaining(until))
+    flags = socket.MSG_CMSG_CLOEXEC
+    try:
+        packet, descriptors, _flags, _address = socket.recv_fds(connection, MAX_PACKET_BYTES, 2, flags)
+    except ConnectionResetError:
+        packet, descriptors, _flags, _address = socket.recv_fds(connection, MAX_PACKET_BYTES, 2, flags)
+    return packet, descriptors
 
 
 def _accept(connection: socket.socket, packet: bytes, descriptors: list[int], maps_arena: bool) -> Session | Refusal:

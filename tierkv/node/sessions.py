@@ -124,7 +124,8 @@ class _Watched:
 
 
 class Sessions:
-    """Owns the listening socket and every connection and pidfd, until `close`. Serves `users`, by default our own."""
+    """Owns the listening socket and every connection and pidfd, until `close`. Serves `users`, those of the node's
+    `inline_users`; by default our own only."""
 
     def __init__(
         self,
@@ -136,6 +137,7 @@ class Sessions:
         self._listener: socket.socket | None = listener
         self._clock = clock
         self._users = frozenset({os.geteuid()}) if users is None else users
+        self._are_named = users is not None
         self._epoll = select.epoll()
         self._epoll.register(listener, select.EPOLLIN)
         self._accept_again: float | None = None
@@ -288,6 +290,11 @@ class Sessions:
             sock.setblocking(False)
             self._take(sock)
 
+    def _whom_served(self) -> str:
+        if self._are_named:
+            return "it is not named in inline_users"  # who is, is nobody else's business
+        return f"this node serves user {next(iter(self._users))} only"
+
     def _pause_accepting(self) -> None:
         """Without a descriptor left the listener would stay ready, and we would spin."""
         assert self._listener is not None
@@ -297,7 +304,7 @@ class Sessions:
     def _take(self, sock: socket.socket) -> None:
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid not in self._users:
-            problem = f"user {uid} is not served here; it serves {_name_users(self._users)}"
+            problem = f"user {uid} is not served here: {self._whom_served()}"
             _send(sock, SessionRefused(code="wrong_user", problem=problem), [])
             sock.close()
             return
@@ -373,10 +380,6 @@ class Sessions:
             self._epoll.unregister(session.sock)
             session.sock.close()
             session.sock = None
-
-
-def _name_users(users: frozenset[int]) -> str:
-    return f"user {next(iter(users))} only" if len(users) == 1 else "others"  # whom, is nobody else's business
 
 
 def _open_pidfd(sock: socket.socket, pid: int) -> int | None:
