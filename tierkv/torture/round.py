@@ -241,7 +241,11 @@ class Round:
         }
 
     def flushed(self) -> dict[str, Any]:
-        """A prompt of which something is flushed. One that was not used of late is not in memory, as a rule."""
+        """A prompt of which something is flushed. One that was not used of late is not in memory, as a rule.
+        Where all were evicted, a new one."""
+        if not self.claims:
+            self.until_flushed()
+            self.take_events()
         kind, prompt = self.random.choice(list(self.claims))
         return {"kind": kind, "prompt": prompt, "blocks": self.claims[kind, prompt]}
 
