@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,16 @@ import click
 
 if TYPE_CHECKING:
     from tierkv.config import Effective
+
+
+class NumberRange(click.FloatRange):
+    """A number within bounds, which "nan" is not: it compares with none of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierkv_cli.options import Where, json_option, where_options
+from tierkv_cli.options import NumberRange, Where, json_option, where_options
 
 if TYPE_CHECKING:
     from tierkv.client.blocking import Operator
@@ -60,7 +60,7 @@ class Scope:
     "--wait",
     "wait_seconds",
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=DEFAULT_WAIT_SECONDS,
     show_default=True,
     help="How long to wait while it does not get on: engines hold some of it, or the disk does not take it.",

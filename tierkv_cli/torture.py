@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierkv_cli.options import debug_option, json_option
+from tierkv_cli.options import NumberRange, debug_option, json_option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 INCOMPLETE = 4
 INTERRUPTED = 130
+LEAST_MINUTES = 0.1
 MOST_MINUTES = 7 * 24 * 60
 
 
 @click.command(short_help="Put a node of its own under every fault there is.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, max=MOST_MINUTES, min_open=True),
+    type=NumberRange(min=LEAST_MINUTES, max=MOST_MINUTES),
     required=True,
     metavar="N",
     help="How long; it ends within seconds of that (more on a busy machine).",

@@ -66,6 +66,7 @@ def test_each_way_of_naming_what_is_to_go(tierkv, node, purger, arguments, meant
         (["--tenant", "a", "--model", "b"], "say one of"),
         (["--tenant", ""], "say --no-tenant"),
         (["--model", ""], "the name is empty"),
+        (["--tenant", "a", "--wait", "nan"], "--wait"),
         (["--prefix", "0123"], "16 to 64 hexadecimal digits"),
         (["--prefix", "../../../../etc/passwd"], "16 to 64 hexadecimal digits"),
         (["--job", "12"], "32 hexadecimal digits"),

@@ -21,6 +21,8 @@ from tierkv_cli.main import run
         (["--minutes", "1"], "--dir"),
         (["--minutes", "0", "--dir", "x"], "--minutes"),
         (["--minutes", "-3", "--dir", "x"], "--minutes"),
+        (["--minutes", "0.09", "--dir", "x"], "--minutes"),
+        (["--minutes", "nan", "--dir", "x"], "--minutes"),
         (["--minutes", "soon", "--dir", "x"], "--minutes"),
         (["--minutes", "1", "--dir", "x", "--seed", "-1"], "--seed"),
     ],
