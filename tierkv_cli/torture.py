@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +55,7 @@ def command(*, minutes: float, folder: Path, seed: int | None, keep: bool, as_js
     from tierkv_cli.progress import Meter
 
     chosen = _new_seed() if seed is None else seed
-    with Meter("torture", "s") as meter, _ended_like_an_interrupt():
+    with Meter("torture", "s") as meter:
 
         def show(verdict: Verdict, doing: str) -> None:
             meter.say(_progress(verdict, doing), int(verdict.seconds), int(minutes * 60))
@@ -78,21 +75,6 @@ def _new_seed() -> int:
     import secrets
 
     return secrets.randbelow(1_000_000)
-
-
-@contextmanager
-def _ended_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it in order as well: a dozen processes are to be ended."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _progress(verdict: Verdict, doing: str) -> str:

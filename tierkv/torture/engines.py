@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tierkv.torture.interruption import in_slices
 from tierkv.torture.node import environment
 
 ANSWER_SECONDS = 180.0
@@ -72,7 +73,7 @@ class EngineProcess:
         reply = None
         while self._owed:
             try:
-                reply = self._replies.get(timeout=ANSWER_SECONDS)
+                reply = in_slices(lambda left: self._replies.get(timeout=left), ANSWER_SECONDS, queue.Empty)
             except queue.Empty:
                 raise AssertionError(f"engine {self.pid} gave no answer: {[*self.take_events()]}") from None
             self._owed -= 1

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tierkv.torture.node import said_until_end
 from tierkv.torture.scenarios import Scenario
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def while_scrubbing(round_: Round, scenario: Scenario) -> None:
         round_.hold(scenario.stage, lambda: None)
         round_.kill(scenario.victim, scenario.stage)
         round_.wait_back(scenario.victim)
-        said, _ = verify.communicate(timeout=COMMAND_SECONDS)
+        said = said_until_end(verify, COMMAND_SECONDS)
         round_.require(verify.returncode in (0, 4, 5), f"verify ends in order, not with {verify.returncode}")
         round_.require(not (said and json.loads(said)["damaged"]), f"no kill damages a file: {said}")
 
@@ -155,7 +156,7 @@ def while_warming_up(round_: Round, scenario: Scenario) -> None:
         round_.hold(scenario.stage, lambda: None)
         round_.kill(scenario.victim, scenario.stage)
         round_.wait_back(scenario.victim)
-        warmup.communicate(timeout=COMMAND_SECONDS)
+        said_until_end(warmup, COMMAND_SECONDS)
         round_.require(warmup.returncode in (0, 4, 5), f"warmup ends in order, not with {warmup.returncode}")
 
 

@@ -30,6 +30,7 @@ from typing import Self
 import tierkv
 from tierkv.client import connect_operator
 from tierkv.errors import NodeUnreachable
+from tierkv.torture.interruption import in_slices
 from tierkv.torture.processes import descendants, is_same, look, num_descriptors
 from tierkv.torture.waits import wait_until
 from tierkv.wire.messages import StatusReply
@@ -157,7 +158,7 @@ class Node:
         """Until it has ended by itself. All its processes must be gone then, and after an orderly end its sockets."""
         assert self._process is not None
         began = time.monotonic()
-        output, _ = self._process.communicate(timeout=timeout_seconds)
+        output = said_until_end(self._process, timeout_seconds)
         ended = Ended(self._process.returncode, output, time.monotonic() - began)
         self._process = None
         if self.survivors():
@@ -231,7 +232,7 @@ class Node:
     def wait_gone(self) -> None:
         """After a kill of the supervisor: until all of the node is gone."""
         assert self._process is not None
-        self._process.communicate(timeout=END_SECONDS)
+        said_until_end(self._process, END_SECONDS)
         self._process = None
         wait_until(lambda: not self.survivors(), "all processes of a killed supervisor are gone")
 
@@ -294,6 +295,12 @@ class Node:
             return
         for one in (stat, *descendants(pid)):
             self._seen[one.pid] = one.started
+
+
+def said_until_end(process: subprocess.Popen[str], timeout_seconds: float) -> str:
+    """Its whole output, when it has ended; subprocess.TimeoutExpired when it does not."""
+    output, _ = in_slices(lambda left: process.communicate(timeout=left), timeout_seconds, subprocess.TimeoutExpired)
+    return output
 
 
 def environment() -> dict[str, str]:

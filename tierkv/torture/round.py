@@ -26,6 +26,7 @@ from tierkv.torture.barriers import FOLDER, Barriers
 from tierkv.torture.disk import Mood, set_mood
 from tierkv.torture.engine import Engine
 from tierkv.torture.engines import ASYNCIO, BLOCKING, EngineProcess
+from tierkv.torture.interruption import raise_if_interrupted
 from tierkv.torture.memory import MemoryWatch
 from tierkv.torture.node import Node, environment
 from tierkv.torture.processes import arenas_of
@@ -303,6 +304,7 @@ class Round:
         self._barriers.arm(stage)
         deadline = time.monotonic() + HELD_SECONDS
         while not self._barriers.is_reached(stage):
+            raise_if_interrupted()
             cause()
             due = time.monotonic() + 1.0
             while not self._barriers.is_reached(stage) and time.monotonic() < due:
@@ -315,6 +317,7 @@ class Round:
 
     def anytime(self, most_seconds: float = 0.3) -> None:
         time.sleep(self.random.uniform(0.0, most_seconds))  # any moment is as good as another: this one is in the plan
+        raise_if_interrupted()
 
     def set_mood(self, mood: Mood) -> None:
         """Of the disk, from now on."""
@@ -457,6 +460,7 @@ class Round:
                 self._lose(claim, f"only {found} can be loaded; {self.node.status()}")
                 return
             time.sleep(0.02)  # between two looks at a condition that has a deadline
+            raise_if_interrupted()
 
     def _lose(self, claim: Claim, how: str) -> None:
         kind, prompt = claim

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tierkv.errors import ConfigError, TierkvError
+from tierkv.torture.interruption import noted_signals, raise_if_interrupted
 from tierkv.torture.node import NodeLeftover
 from tierkv.torture.plan import PlannedRound
 from tierkv.torture.round import Round
@@ -36,31 +37,35 @@ def torture(
     """Play rounds in `folder`, which must be empty or absent, for about so many `seconds`; None: to their end.
 
     Ends at the first finding, and keeps what a reader of it needs (the node's log, its data directory, the verdict) in
-    the folder; without one nothing is left in it unless `keep`. KeyboardInterrupt ends it as well, with the verdict so
-    far. Call it from the main thread: its processes die with that. Raises ConfigError where the folder can't be used.
+    the folder; without one nothing is left in it unless `keep`. Ctrl-C, SIGTERM
+    and SIGHUP end it at the next step or wait, with the verdict so far; a second one at once. Call it from the main
+    thread: its processes die with that. Raises ConfigError where the folder can't be used.
     """
     was_there = folder.exists()
     _require_usable(folder)
     verdict = Verdict(seed)
     clock = _Clock(seconds)
-    try:
-        for number, planned in enumerate(rounds, 1):
-            if not clock.has_time_for_a_round():
-                break
-            name = f"{number:03d}-{planned.conditions.name}"
-            (folder / name).mkdir(parents=True)
-            _play(folder / name, planned, verdict, clock, progress)
-            if not keep:
-                shutil.rmtree(folder / name)
-    except KeyboardInterrupt:
-        verdict.interrupted = True
-    except Found:
-        pass  # it is in the verdict
-    verdict.seconds = clock.seconds()
-    if keep or verdict.findings:
-        (folder / VERDICT).write_text(json.dumps(verdict.as_object(), indent=2) + "\n")
-    else:
-        _clear(folder, and_itself=not was_there)
+    with noted_signals():
+        try:
+            for number, planned in enumerate(rounds, 1):
+                raise_if_interrupted()
+                if not clock.has_time_for_a_round():
+                    break
+                name = f"{number:03d}-{planned.conditions.name}"
+                (folder / name).mkdir(parents=True)
+                _play(folder / name, planned, verdict, clock, progress)
+                if not keep:
+                    shutil.rmtree(folder / name)
+            raise_if_interrupted()
+        except KeyboardInterrupt:
+            verdict.interrupted = True
+        except Found:
+            pass  # it is in the verdict
+        verdict.seconds = clock.seconds()
+        if keep or verdict.findings:
+            (folder / VERDICT).write_text(json.dumps(verdict.as_object(), indent=2) + "\n")
+        else:
+            _clear(folder, and_itself=not was_there)
     return verdict
 
 
@@ -74,6 +79,7 @@ def _play(folder: Path, planned: PlannedRound, verdict: Verdict, clock: _Clock, 
         verdict.seconds = clock.seconds()
         steps_began.append(verdict.seconds)
         progress(verdict, name)
+        raise_if_interrupted()
         return not clock.is_over()
 
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tierkv.core.keys import split_keys
 from tierkv.torture.breaking import Flipped, break_index, extents_by_first_key, flip_bits
 from tierkv.torture.disk import Mood, used_bytes
+from tierkv.torture.node import said_until_end
 from tierkv.torture.prompts import keys_of
 from tierkv.torture.scenarios import Scenario
 
@@ -167,7 +168,7 @@ def _shorten(round_: Round, claim: Claim, blocks: int) -> None:
 def _verify(round_: Round, flipped: set[Path]) -> None:
     """An operator has every file checked, and damaged ones set aside: those that were damaged here, and no other."""
     with round_.operator("verify", "--repair", "--json") as verify:
-        said, _ = verify.communicate(timeout=COMMAND_SECONDS)
+        said = said_until_end(verify, COMMAND_SECONDS)
     found = json.loads(said)
     assert round_.node.data_dir is not None
     damaged = {round_.node.data_dir / entry["path"] for entry in found["damaged"]}
