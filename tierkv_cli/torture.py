@@ -55,6 +55,7 @@ def command(*, minutes: float, folder: Path, seed: int | None, keep: bool, as_js
     from tierkv_cli.progress import Meter
 
     chosen = _new_seed() if seed is None else seed
+    click.echo(f"torture: seed {chosen}, in {folder}", err=True)
     with Meter("torture", "s") as meter:
 
         def show(verdict: Verdict, doing: str) -> None:

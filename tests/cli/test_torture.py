@@ -96,3 +96,8 @@ def test_without_a_seed_a_new_one_is_chosen_and_told(verdict: Verdict, capsys: p
     assert run(["torture", "--minutes", "1", "--dir", "/d", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert f"--seed {told['seed']}" in told["repeat"]
+
+
+def test_the_seed_is_told_before_anything_is_done(verdict: Verdict, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["torture", "--minutes", "1", "--dir", "/d", "--seed", "11"]) == 0
+    assert capsys.readouterr().err.startswith("torture: seed 11, in /d\n")

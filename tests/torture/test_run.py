@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -29,6 +30,20 @@ class _Round:
 
     def __exit__(self, *_: object) -> None:
         type(self).left += 1
+
+
+def test_a_bug_of_the_torture_is_a_finding_with_its_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Buggy(_Round):
+        def play(self, _: Any) -> float:
+            raise IndexError("nothing to choose from")
+
+    monkeypatch.setattr(run_module, "Round", Buggy)
+    verdict = torture(tmp_path, [PLANNED], 7)
+    assert "a bug of the torture itself" in verdict.findings[0]
+    assert "nothing to choose from" in verdict.findings[0]
+    assert json.loads((tmp_path / "verdict.json").read_text())["findings"] == verdict.findings
+    assert "IndexError" in (tmp_path / "traceback.txt").read_text()
+    assert (tmp_path / "001-cramped").is_dir()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

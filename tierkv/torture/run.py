@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from tierkv.errors import ConfigError, TierkvError
@@ -21,6 +23,7 @@ DISK_BYTES = 2**30
 """At most so much lies in the folder; what is free must be more."""
 
 VERDICT = "verdict.json"
+TRACEBACK = "traceback.txt"
 
 Progress = Callable[[Verdict, str], None]
 
@@ -37,7 +40,7 @@ def torture(
     """Play rounds in `folder`, which must be empty or absent, for about so many `seconds`; None: to their end.
 
     Ends at the first finding, and keeps what a reader of it needs (the node's log, its data directory, the verdict) in
-    the folder; without one nothing is left in it unless `keep`. Ctrl-C, SIGTERM
+    the folder; without one nothing is left in it unless `keep`. A bug of the torture is a finding too. Ctrl-C, SIGTERM
     and SIGHUP end it at the next step or wait, with the verdict so far; a second one at once. Call it from the main
     thread: its processes die with that. Raises ConfigError where the folder can't be used.
     """
@@ -61,12 +64,24 @@ def torture(
             verdict.interrupted = True
         except Found:
             pass  # it is in the verdict
+        except Exception as error:  # noqa: BLE001 (whatever it is, somebody has waited for a verdict)
+            with suppress(OSError):  # the verdict tells it as well, and may have to do without a disk
+                (folder / TRACEBACK).write_text(traceback.format_exc())
+            where = verdict.trail[-1] if verdict.trail else "start"
+            verdict.broken.append(f"a bug of the torture itself, in {where}: {error!r}; see {TRACEBACK}")
         verdict.seconds = clock.seconds()
         if keep or verdict.findings:
-            (folder / VERDICT).write_text(json.dumps(verdict.as_object(), indent=2) + "\n")
+            _write(folder / VERDICT, verdict)
         else:
             _clear(folder, and_itself=not was_there)
     return verdict
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    try:
+        path.write_text(json.dumps(verdict.as_object(), indent=2) + "\n")
+    except OSError as error:
+        verdict.broken.append(f"{path} could not be written: {error.strerror}")
 
 
 def _play(folder: Path, planned: PlannedRound, verdict: Verdict, clock: _Clock, progress: Progress) -> None:
