@@ -69,7 +69,9 @@ def command(*, minutes: float, folder: Path, seed: int | None, keep: bool, as_js
         _tell(verdict, folder, repeat)
     if verdict.findings:
         return INCOMPLETE
-    return INTERRUPTED if verdict.interrupted else 0
+    if verdict.interrupted:
+        return INTERRUPTED
+    return 0 if verdict.is_clean else INCOMPLETE
 
 
 def _new_seed() -> int:
@@ -97,10 +99,16 @@ def _tell(verdict: Verdict, folder: Path, repeat: str) -> None:
     if verdict.findings:
         click.echo(f"NOT CLEAN after {ended}; what there is to see lies in {folder}")
     elif verdict.interrupted:
-        click.echo(f"interrupted, clean so far: {ended}")
+        click.echo(f"interrupted, clean so far: {ended}{_untried(verdict)}")
+    elif not verdict.is_clean:
+        click.echo(f"NOT CLEAN: nothing was tried in so short a time: {ended}")
     else:
-        click.echo(f"clean: {ended}")
+        click.echo(f"clean: {ended}{_untried(verdict)}")
     click.echo(f"repeat: {repeat}")
+
+
+def _untried(verdict: Verdict) -> str:
+    return "" if verdict.has_tried else "; no kill and no other trouble was tried in so short a time"
 
 
 def _table(verdict: Verdict) -> Table:

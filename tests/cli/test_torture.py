@@ -54,6 +54,7 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> Verdict:
     """What a torture comes to that takes no time."""
     found = Verdict(11, seconds=61.0)
     found.kills.update({"front anytime": 3, "engine leased": 1})
+    found.rounds.update({"roomy": 1})
     found.operations.update({"load": 1_000})
 
     def torture(folder: Path, rounds: Iterable[Any], seed: int, **options: Any) -> Verdict:
@@ -101,3 +102,15 @@ def test_without_a_seed_a_new_one_is_chosen_and_told(verdict: Verdict, capsys: p
 def test_the_seed_is_told_before_anything_is_done(verdict: Verdict, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["torture", "--minutes", "1", "--dir", "/d", "--seed", "11"]) == 0
     assert capsys.readouterr().err.startswith("torture: seed 11, in /d\n")
+
+
+def test_without_a_finished_round_it_is_not_clean(verdict: Verdict, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict.rounds.clear()
+    assert run(["torture", "--minutes", "0.1", "--dir", "/d"]) == 4
+    assert "nothing was tried in so short a time" in capsys.readouterr().out
+
+
+def test_a_clean_one_without_a_kill_says_so(verdict: Verdict, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict.kills.clear()
+    assert run(["torture", "--minutes", "0.1", "--dir", "/d"]) == 0
+    assert "no kill and no other trouble was tried" in capsys.readouterr().out

@@ -54,8 +54,13 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was found, and it came to its end."""
-        return not self.findings and not self.interrupted
+        """Nothing was found, and it came to its end, of one round at least."""
+        return not self.findings and not self.interrupted and self.rounds.total() > 0
+
+    @property
+    def has_tried(self) -> bool:
+        """Anybody was killed, or anything else was done to the node."""
+        return bool(self.kills or self.episodes)
 
     def note_step(self, seconds: float) -> None:
         """The last one of the trail has taken so long."""
@@ -70,6 +75,7 @@ class Verdict:
         return {
             "clean": self.is_clean,
             "interrupted": self.interrupted,
+            "tried": self.has_tried,
             "seed": self.seed,
             "seconds": round(self.seconds, 1),
             "rounds": dict(self.rounds),
