@@ -440,6 +440,17 @@ def test_staged_blocks_go_as_well() -> None:
     assert bench.match(prompt)[0] == 2
 
 
+def test_staged_blocks_go_though_nothing_is_known_of_the_block_that_they_wait_for() -> None:
+    bench = Bench(host_slots=8)
+    prompt = bench.prompt(1, 2, 3)
+    bench.store(prompt, first=2)
+    purge(bench, OfPrefix(prompt.key(1).hex()))
+    bench.work()
+    bench.store(prompt.first(2))
+    assert bench.match(prompt)[0] == 2
+    assert progress(bench).phase is PurgePhase.GONE
+
+
 def test_a_group_of_which_nothing_is_left_is_forgotten_unless_somebody_has_it_open() -> None:
     bench = bench_of_two()
     stranger = make_group(salt="stranger")

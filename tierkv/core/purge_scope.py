@@ -143,6 +143,8 @@ def _keys_that_begin(ledger: Ledger, digits: str, extents: list[Extent]) -> Iter
             yield from ((extent.group, key) for key in _matching(packed, whole, digits))
     for block in ledger.staged.values():
         yield from ((block.group, key) for key in _matching(block.key, whole, digits))
+        if block.parent != block.group:
+            yield from ((block.group, key) for key in _matching(block.parent, whole, digits))
     for ticket in ledger.tickets.values():
         yield from ((ticket.group, key) for key in _matching(ticket.keys, whole, digits))
 
@@ -233,6 +235,8 @@ def _depth(
         return holder.first_token
     if key in ledger.staged:
         return ledger.staged[key].index * block_tokens
+    for child in ledger.staged_children.get(key, ()):
+        return (ledger.staged[child].index - 1) * block_tokens
     for chain in chains.values():
         if key in chain:
             return chain.index(key) * block_tokens
