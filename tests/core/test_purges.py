@@ -426,6 +426,22 @@ def test_what_is_on_its_way_out_takes_no_successor_along_that_is_not_in_scope() 
     assert bench.match(prompt)[0] == 2
 
 
+@pytest.mark.parametrize("first_bad", [0, 1])
+def test_memory_of_blocks_that_were_just_cut_off_is_wiped_and_their_file_waited_for(first_bad: int) -> None:
+    bench = Bench(host_slots=8, extent_blocks=2)
+    prompt = bench.prompt(1, 2)
+    bench.store(prompt)
+    bench.seal(prompt)
+    assert waiting(bench, Write)
+    slots = {slot for slot, content in bench.arena.items() if content == (prompt.key(1), 0)}
+    bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, first_bad, bench.now))
+    purge(bench, OfPrefix(prompt.key(1).hex()))
+    assert not waiting(bench, SweepPurge), "swept while a file may still come"
+    bench.work()
+    assert slots.isdisjoint(bench.arena), "still in memory"
+    assert progress(bench).phase is PurgePhase.GONE
+
+
 def test_staged_blocks_go_as_well() -> None:
     bench = Bench(host_slots=8, ranks=2)
     prompt = bench.prompt(1, 2)

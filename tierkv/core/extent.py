@@ -33,11 +33,12 @@ class Branch:
 class Doomed:
     """Slots of blocks that are gone from the tree while somebody may still touch them."""
 
-    __slots__ = ("slots", "waits_for")
+    __slots__ = ("slots", "waits_for", "wipe")
 
     def __init__(self, slots: list[int], waits_for: set[Hashable]) -> None:
         self.slots = slots
         self.waits_for = waits_for
+        self.wipe = False  # a purge may mean what is in them
 
 
 class Extent:

@@ -298,7 +298,7 @@ class Ledger:
         for doomed in extent.doomed:
             doomed.waits_for.discard(who)
             if not doomed.waits_for:
-                self.release(doomed.slots, self.group_of(extent).slot_bytes, wipe=extent.purged)
+                self.release(doomed.slots, self.group_of(extent).slot_bytes, wipe=extent.purged or doomed.wipe)
                 self.doomed_bytes -= len(doomed.slots) * self.group_of(extent).slot_bytes
         extent.doomed = [doomed for doomed in extent.doomed if doomed.waits_for]
         self.reconsider(extent)

@@ -64,6 +64,9 @@ class Members:
     extents: list[Extent] = field(default_factory=list)
     staged: list[StagedBlock] = field(default_factory=list)
     tickets: list[TicketState] = field(default_factory=list)
+    doubtful: list[Extent] = field(default_factory=list)
+    """Of a prefix: extents on their way out, or with a part that is, which may hold blocks of it that nobody knows by
+    their keys any more."""
 
 
 def find_members(ledger: Ledger, what: What, extents: Iterable[Extent]) -> Members | NotOne:
@@ -124,7 +127,7 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     if len(found) > 1 or (not found and len(digits) < 2 * KEY_BYTES):
         return NotOne(len(found))
     if not found:
-        return Members(PurgeScope())
+        return Members(PurgeScope(), doubtful=_doubtful(extents, []))
     ((key, named),) = found.items()
     group = ledger.groups[named]
     members = _below(ledger, named, key, extents)
@@ -132,7 +135,13 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     weights = group.spec.identity.weights
     on_disk = (ScopeExtents(weights, named, b"".join(heads)),) if weights else ()
     scope = PurgeScope(extents=on_disk)
-    return replace(members, scope=scope, groups=[group], is_prefix=True)
+    doubtful = _doubtful([extent for extent in extents if extent.group == named], members.extents)
+    return replace(members, scope=scope, groups=[group], is_prefix=True, doubtful=doubtful)
+
+
+def _doubtful(extents: list[Extent], members: list[Extent]) -> list[Extent]:
+    certain = set(members)
+    return [extent for extent in extents if (extent.doomed or not extent.in_tree) and extent not in certain]
 
 
 def _keys_that_begin(ledger: Ledger, digits: str, extents: list[Extent]) -> Iterator[tuple[bytes, bytes]]:

@@ -195,6 +195,12 @@ class Purges:
                 job.busy[extent] = None
             if extent.doomed:
                 job.held[extent] = None
+        for extent in members.doubtful:
+            for doomed in extent.doomed:
+                doomed.wipe = True
+                job.held[extent] = None
+            if not cascade.is_at_rest(extent):
+                job.busy[extent] = None
         job.files = [extent for extent in members.extents if cascade.is_to_sweep(extent)]
         if not ledger.has_nvme:
             job.unreachable = now
