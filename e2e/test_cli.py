@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from tierkv.torture.stamped import BLOCK_BYTES, BLOCK_TOKENS, tokens_of
 pytestmark = pytest.mark.timeout(120)
 
 UNREACHED_SECONDS = 3.0
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        yield node
 
 
 def command(*arguments: str) -> list[str]:
@@ -155,7 +148,7 @@ def test_metrics_equal_what_was_done_and_stand_still_when_nothing_is(tmp_path: P
                 if number % 20 == 0:
                     with engine.group.reserve(tokens_of(1_000 + number, 10)):
                         pass  # aborted
-            engine.store(4, 10)
+            engine.store_flushed(4, 10)  # so that nothing is under way any more
             first = scrape(port)
             hits = {tier: first[f"tierkv_hit_tokens_total {tier}"] for tier in ("host", "nvme")}
             assert first["tierkv_asked_tokens_total"] == 16_000
