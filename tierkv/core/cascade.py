@@ -299,12 +299,9 @@ class Cascade:
         """Inodes are short while bytes may be free: files make room for files, in batches."""
         assert self.spare_files is not None
         wanted = files + _FILES_AT_A_TIME
-        while self.spare_files + self._files_being_removed() < wanted and self._evict_from_nvme(now):
+        while self.spare_files + self._num_removes < wanted and self._evict_from_nvme(now):
             pass
-        return Reason.PENDING if self._files_being_removed() or self._writes_in_flight else Reason.NO_INODES
-
-    def _files_being_removed(self) -> int:
-        return self._num_removes
+        return Reason.PENDING if self._num_removes or self._writes_in_flight else Reason.NO_INODES
 
     def _nvme_free(self) -> int:
         return self._ledger.limits.nvme_bytes - self.overhead_bytes - self.nvme_used - self.nvme_reserved
