@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import pytest
 
 from tests.core.simulation import Prompt
+from tests.node.events import asker_dies, eviction, holder_dies, report_bad, told_twice, worker_dies
 from tests.node.outcomes import cells, print_table, read_table
 from tests.node.stamped_node import ASKER, HOLDER, LATER, Copy, StampedNode
-from tierkv.wire.messages import AcquireReply, Release, ReportBad
+from tierkv.wire.messages import AcquireReply, Release
 
 
 @dataclass
@@ -158,27 +159,9 @@ def end_while_copying(story: Story) -> None:
     story.node.fill_host(but=story.prompt)
 
 
-def holder_dies(story: Story) -> None:
-    story.node.end_session(HOLDER)
-    story.has_holder = False
-
-
-def asker_dies(story: Story) -> None:
-    story.node.end_session(ASKER)
-
-
 def front_dies(story: Story) -> None:
     story.begin_copy()
     story.node = story.node.restart()
-
-
-def worker_dies(story: Story) -> None:
-    story.node.kill_worker()
-    story.node.start_worker()
-
-
-def told_twice(story: Story) -> None:
-    story.node.hear_again()
 
 
 def reply_is_lost(story: Story) -> None:
@@ -196,18 +179,9 @@ def deadline(story: Story) -> None:
     assert story.reply is not None
 
 
-def eviction(story: Story) -> None:
-    story.node.fill_host(but=story.prompt)
-
-
 def shutdown(story: Story) -> None:
     story.begin_copy()
     story.node.kit.service.begin_shutdown(story.node.kit.now)
-
-
-def report_bad(story: Story) -> None:
-    prompt = story.prompt
-    story.node.send(ReportBad, LATER, group=prompt.group, keys=prompt.keys, first_bad=1)
 
 
 def holder_detaches(story: Story) -> None:

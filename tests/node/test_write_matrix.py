@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.core.simulation import Prompt, stamps
+from tests.node.events import asker_dies, eviction, holder_dies, report_bad, told_twice, worker_dies
 from tests.node.outcomes import cells, print_table, read_table
-from tests.node.stamped_node import ASKER, HOLDER, LATER, StampedNode
+from tests.node.stamped_node import ASKER, HOLDER, StampedNode
 from tierkv.node import key_check
-from tierkv.wire.messages import Abort, Commit, ReportBad, ReserveReply
+from tierkv.wire.messages import Abort, Commit, ReserveReply
 
 SECOND_RANK = 1
 
@@ -195,26 +196,8 @@ def reply_is_lost(story: Story) -> None:
         assert again.offsets in (b"", was.offsets)
 
 
-def holder_dies(story: Story) -> None:
-    story.node.end_session(HOLDER)
-    story.has_holder = False
-
-
-def asker_dies(story: Story) -> None:
-    story.node.end_session(ASKER)
-
-
 def front_dies(story: Story) -> None:
     story.node = story.node.restart()
-
-
-def worker_dies(story: Story) -> None:
-    story.node.kill_worker()
-    story.node.start_worker()
-
-
-def told_twice(story: Story) -> None:
-    story.node.hear_again()
 
 
 def deadline(story: Story) -> None:
@@ -223,17 +206,8 @@ def deadline(story: Story) -> None:
         story.node.kit.tick(30.0)
 
 
-def eviction(story: Story) -> None:
-    story.node.fill_host(but=story.prompt)
-
-
 def shutdown(story: Story) -> None:
     story.node.kit.service.begin_shutdown(story.node.kit.now)
-
-
-def report_bad(story: Story) -> None:
-    prompt = story.prompt
-    story.node.send(ReportBad, LATER, group=prompt.group, keys=prompt.keys, first_bad=1)
 
 
 def holder_detaches(story: Story) -> None:
