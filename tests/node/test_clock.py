@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.faults.clock import DAY, FakeClock
@@ -11,16 +9,6 @@ from tests.node.kit import GROUP, Kit, prompt
 from tierkv.core.instructions import Touch, Write, WriteDone
 from tierkv.node.clock import NodeClock
 from tierkv.wire.messages import Acquire, Commit, Release, Reserve
-
-
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
 
 
 @pytest.mark.scenario("B248", then="node time goes on with the monotonic clock, whatever becomes of the wall clock")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.node.kit import GROUP, Kit
@@ -12,16 +10,6 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, WireError
 from tierkv.node.core_calls import CoreFailed
 from tierkv.wire.messages import ErrorCode, Match, Seal, SealWait
-
-
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
 
 
 def test_a_broken_invariant_is_not_lived_with(durable: Kit) -> None:

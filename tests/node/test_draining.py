@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.node.kit import BLOCK_BYTES, GROUP, Kit
@@ -10,16 +8,6 @@ from tierkv.core.instructions import Stop, Stopped, Touch, Write, WriteDone
 from tierkv.node.control import Drained
 from tierkv.node.draining import STOP_SECONDS, Draining
 from tierkv.wire.messages import Acquire, Seal
-
-
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
 
 
 def begin(kit: Kit, budget_seconds: float = 10.0) -> Draining:

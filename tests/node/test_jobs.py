@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
@@ -16,16 +14,6 @@ from tierkv.wire.frames import encode
 from tierkv.wire.messages import ErrorCode, Match, Verify, VerifyReply, Warmup
 
 JOB, OTHER = b"job-number-00001", b"job-number-00002"
-
-
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
 
 
 def scrubs(kit: Kit) -> list[Scrub | CancelScrub]:

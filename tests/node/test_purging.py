@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -21,14 +20,10 @@ JOB = b"job-number-00001"
 
 
 @pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    kit.join(TOOL, maps_arena=False)
-    yield kit
-    kit.close()
+def durable(durable: Kit) -> Kit:
+    """With an operator."""
+    durable.join(TOOL, maps_arena=False)
+    return durable
 
 
 def of_kind(kit: Kit, *kinds: type) -> list[object]:

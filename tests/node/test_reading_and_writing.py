@@ -41,16 +41,6 @@ def kit() -> Iterator[Kit]:
     kit.close()
 
 
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
-
-
 def store(kit: Kit, num_blocks: int, grant: bytes = T1, start: int = 0) -> bytes:
     keys, tokens = prompt(num_blocks, start=start)
     kit.ask(Reserve, grant=grant, group=GROUP, keys=keys, first=0, tokens=tokens)

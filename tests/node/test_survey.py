@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
-import pytest
 
 from tests.node.kit import GROUP, HEALTHY, IDENTITY, Kit
 from tests.node.test_reading_and_writing import store
@@ -11,16 +8,6 @@ from tierkv.core.reasons import Reason
 from tierkv.metrics.table import METRICS
 from tierkv.node.mover import SILENT_SECONDS
 from tierkv.wire.messages import Match, Status, Usage
-
-
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
 
 
 def test_a_quiet_node_is_ready_and_lists_all_its_processes(durable: Kit) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.node.kit import BLOCK_BYTES, ENGINE, GROUP, HEALTHY, HOST_BYTES, Kit, prompt
@@ -26,16 +24,6 @@ from tierkv.wire.messages import (
 
 YEAR = 365 * 86_400.0
 SLOTS = HOST_BYTES // BLOCK_BYTES
-
-
-@pytest.fixture
-def durable() -> Iterator[Kit]:
-    kit = Kit(nvme_bytes=2**20)
-    kit.start_worker()
-    kit.open()
-    kit.instructions()
-    yield kit
-    kit.close()
 
 
 def reserve(kit: Kit, number: int, blocks: int = 4) -> bytes:
