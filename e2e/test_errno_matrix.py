@@ -17,22 +17,10 @@ import pytest
 
 from e2e.harness import Node, StampedEngine, wait_until
 from e2e.sick_disk import ALWAYS, VARIABLE, SickDisk
+from tests.faults.system_calls import ALL_ERRNOS
 
 pytestmark = pytest.mark.timeout(300)
 
-ERRNOS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.EROFS,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EACCES,
-    errno.ENOENT,
-    errno.ESTALE,
-    errno.EINTR,
-    errno.ETIMEDOUT,
-)
 OPERATIONS = {
     "open": "open",
     "pwritev": "pwritev",
@@ -152,7 +140,7 @@ def test_each_error_of_a_call_is_survived(operation: str, tmp_path: Path, sick: 
         node.start()
         with StampedEngine(node.endpoint) as engine:
             cells = Cells(node, engine, sick, port)
-            failed = [cells.check(operation, number, times) for number in ERRNOS for times in (1, ALWAYS)]
+            failed = [cells.check(operation, number, times) for number in ALL_ERRNOS for times in (1, ALWAYS)]
             if operation not in ("unlink", "mkdir"):  # of which a worker that works has few
                 assert sum(failed) > len(failed)
         assert node.stop().exit_code == 0

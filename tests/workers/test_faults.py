@@ -11,23 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.faults.system_calls import ALL_ERRNOS
 from tests.storage.samples import Sample
 from tests.workers.desk import Desk, remove_order
 from tierkv.core.instructions import OpFailed, ReadDone, RemoveDone, WriteDone
 
-ERRNOS = [
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.EROFS,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EACCES,
-    errno.ENOENT,
-    errno.ESTALE,
-    errno.EINTR,
-    errno.ETIMEDOUT,
-]
 CALLS = [
     "open",
     "pwritev",
@@ -83,9 +71,9 @@ def test_the_worker_outlives_every_error_and_writes_again(injector: Injector, tm
         kept = Sample()
         desk.store(kept, 1)
         op = 10
-        for turn, number in enumerate(ERRNOS * 2):
+        for turn, number in enumerate(ALL_ERRNOS * 2):
             sample = Sample(seed=100 * turn + 50, num_blocks=1)
-            injector.number, injector.left = number, 1 if turn < len(ERRNOS) else 10_000
+            injector.number, injector.left = number, 1 if turn < len(ALL_ERRNOS) else 10_000
             desk.send(
                 desk.arena.write_order(sample, op),
                 desk.arena.read_order(sample, op + 1),
