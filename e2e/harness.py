@@ -24,6 +24,12 @@ from tierkv.torture.waits import wait_until
 logging.getLogger("tierkv.client").setLevel(logging.ERROR)  # nodes that are away are what these tests are about
 
 
+def data_of(node: Node) -> Path:
+    """Its data directory, which it has."""
+    assert node.data_dir is not None
+    return node.data_dir
+
+
 class EngineProcess:
     """A stamped engine (e2e.engine_process; one rank of it: e2e.rank_process) that can be asked, paused and killed."""
 

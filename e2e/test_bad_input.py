@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from e2e.harness import Node, StampedEngine, environment, wait_until
+from e2e.harness import Node, StampedEngine, data_of, environment, wait_until
 from tierkv.client import Client
 from tierkv.core.identity import Identity
 from tierkv.storage.format import decode_header, frame_header, pack_header
@@ -28,17 +28,6 @@ from tierkv.wire.messages import TierUsage
 pytestmark = pytest.mark.timeout(180)
 
 BLOCKS = 8  # an extent of e2e.harness.SMALL
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        yield node
-
-
-def data_of(node: Node) -> Path:
-    assert node.data_dir is not None
-    return node.data_dir
 
 
 def tierkv(*arguments: str, **more_env: str) -> subprocess.CompletedProcess[str]:

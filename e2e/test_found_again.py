@@ -8,30 +8,19 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, data_of, wait_until
 from tierkv.torture.stamped import BLOCK_BYTES, BLOCK_TOKENS, stamps, tokens_of
 from tierkv.wire.messages import TierUsage
 
 pytestmark = pytest.mark.timeout(180)
 
 BLOCKS = 8  # an extent of e2e.harness.SMALL
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        yield node
-
-
-def data_of(node: Node) -> Path:
-    assert node.data_dir is not None
-    return node.data_dir
 
 
 def files_of(node: Node) -> dict[str, str]:

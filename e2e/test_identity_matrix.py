@@ -39,10 +39,9 @@ STORABLE = {path: other for path, other in OTHERS.items() if other.parallel.shar
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        node.start()
-        yield node
+def node(node: Node) -> Node:
+    node.start()
+    return node
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,7 @@ import psutil
 import pytest
 from blake3 import blake3
 
-from e2e.harness import Node, StampedEngine, environment, wait_until
+from e2e.harness import Node, StampedEngine, data_of, environment, wait_until
 from tierkv.core.reasons import Reason
 from tierkv.errors import ConfigError
 from tierkv.torture.stamped import identity, stamps, tokens_of
@@ -32,15 +31,9 @@ SALTS = ("tenant-one", "tenant-two", "")
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        node.start()
-        yield node
-
-
-def data_of(node: Node) -> Path:
-    assert node.data_dir is not None
-    return node.data_dir
+def node(node: Node) -> Node:
+    node.start()
+    return node
 
 
 def tierkv(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -25,12 +25,6 @@ pytestmark = pytest.mark.timeout(180)
 BLOCKS = 8  # an extent of e2e.harness.SMALL
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        yield node
-
-
 def census(node: Node) -> dict[str, tuple[int, int]]:
     """Of each process: open descriptors, and bytes of arenas that are mapped."""
     found = {}

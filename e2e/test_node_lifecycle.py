@@ -28,12 +28,6 @@ pytestmark = pytest.mark.timeout(120)
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path) as node:
-        yield node
-
-
 def percentile(seconds: list[float], part: float) -> float:
     return sorted(seconds)[int(part * (len(seconds) - 1))]
 
