@@ -16,6 +16,7 @@ from tests.client.conftest import TOKENS, make_identity, poisoned, stamped
 from tests.client.fake_node import FakeNode, drop, garbage_then_reply, hold, twice
 from tierkv.client import Committed
 from tierkv.client.aio import THREAD_BYTES, Client, Group, connect, connect_operator
+from tierkv.client.state import ClientState
 from tierkv.core.reasons import Reason
 from tierkv.errors import LayoutMismatch, NodeUnreachable
 from tierkv.wire.messages import Acquire, Holder, Match, Release, Verify
@@ -122,6 +123,24 @@ def test_many_calls_share_one_socket_and_each_gets_its_own_answer(node: FakeNode
             assert [match.blocks for match in matches] == [i % 8 for i in range(200)]
             assert client.counters.stale_replies == 8
             assert client.counters.unreadable_replies == 8
+
+    run(program)
+
+
+def test_a_task_that_meets_a_bug_says_so_and_closing_leaves_nothing_open(
+    node: FakeNode, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: Any, **__: Any) -> None:
+        raise AssertionError("a bug")
+
+    async def program() -> None:
+        async with opened(node) as (_, group):
+            monkeypatch.setattr(ClientState, "note_other", bug)
+            node.script[Match].append(twice)
+            assert (await group.match(TOKENS)).reason is None
+            async with asyncio.timeout(20):
+                while "tierkv client reader ended" not in caplog.text:
+                    await asyncio.sleep(0)
 
     run(program)
 

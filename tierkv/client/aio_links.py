@@ -4,8 +4,8 @@ sends what is unanswered once more when a connection was lost (see links.py)."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from tierkv.wire.messages import AnyReply, Request
 T = TypeVar("T")
 
 Outcome = AnyReply | Malformed | Silence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class AsyncLink:
             self._loop.create_task(self._read(), name="tierkv client reader"),
             self._loop.create_task(self._send_again(), name="tierkv client reconnects"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(_tell_of_death)
 
     async def exchange(self, request: Request, until: float) -> Outcome:
         self.send_doubts()
@@ -74,8 +78,7 @@ class AsyncLink:
         self._loop.remove_reader(self._descriptor)
         for task in self._tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         disconnect(self._dealer, self._connections)
         os.close(self._descriptor)
 
@@ -134,6 +137,12 @@ class AsyncLink:
 
     def _silence(self) -> Silence:
         return Silence(Reason.NODE_AWAY if self.session.over else Reason.DEADLINE)
+
+
+def _tell_of_death(task: asyncio.Task[None]) -> None:
+    """A bug of ours; what waits ends at its deadline, as a miss."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s ended: %r", task.get_name(), error, exc_info=error)
 
 
 class AsyncLinks:
