@@ -1,4 +1,4 @@
-"""A storage worker whose system calls fail when a test says so, for e2e.node_with; and the test's end of it.
+"""A storage worker whose system calls fail when a test says so, for tierkv.torture.node_with; and the test's end of it.
 
     disk = SickDisk(tmp_path / "sick")                       # before the node starts; its path is in SICK_DISK
     disk.fail("pwritev", errno.EIO)                          # from now on, every call

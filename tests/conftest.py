@@ -28,9 +28,12 @@ def runtime_dir() -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def own_surroundings(runtime_dir: Path) -> Iterator[None]:
     """No setting, configuration file or running node of the user reaches a test; and Ctrl-C reaches what tests start: a
-    shell has whatever runs in its background ignore SIGINT, and a process hands that on to its children."""
+    shell has whatever runs in its background ignore SIGINT, nohup does it with SIGHUP, and a process hands that on to
+    its children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.MonkeyPatch.context() as patch:
         for variable in list(os.environ):
             if variable.startswith("TIERKV_") and variable not in SCRIPT_VARIABLES:
