@@ -16,6 +16,7 @@
     |-- DamagedFile              a .kv file is not what its header or the tree says
     |-- UnknownFormat            a file or directory of a newer format: left alone
     |-- UnsupportedModel         an integration refuses a model it can't serve rightly
+    |-- UnsupportedEngine        an integration refuses an engine, its version or its settings; says what to do
     |-- ForkedClient             a client is used in a forked child
     `-- BrokenInvariant          a promise of ours is broken: a bug, with its story
 
@@ -123,6 +124,10 @@ class StorageError(TierkvError):
 
 
 class UnsupportedModel(TierkvError):
+    pass
+
+
+class UnsupportedEngine(TierkvError):
     pass
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.integrations.tiny import tiny_config, tiny_llama
 from tierkv.errors import IdentityError
 from tierkv.integrations import model_identity
+from tierkv.integrations.identity_common import random_epoch
 from tierkv.integrations.kv_blocks import BlockShape
 from tierkv.integrations.model_identity import (
     DOES_NOT_MATTER,
     config_digest,
     identity_of,
-    random_epoch,
     settings_of,
 )
 

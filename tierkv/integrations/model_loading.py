@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,16 +17,13 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from tierkv.core.instructions import ManifestEntry
-from tierkv.errors import ConfigError, DataDirectoryError, IdentityError
-from tierkv.integrations.model_identity import random_epoch
-from tierkv.storage.digests import DigestMemory
-from tierkv.storage.directory import DataDirectory
+from tierkv.errors import ConfigError, IdentityError
+from tierkv.integrations.identity_common import digest_memory, random_epoch
 from tierkv.storage.manifest import Progress, fingerprint_model, stat_signature
 
 log = logging.getLogger(__name__)
 
 WEIGHTS_FROM_ELSEWHERE = ("state_dict", "subfolder")
-DATA_DIR_VARIABLE = "TIERKV_DATA_DIR"
 CLOCK_NS = time.time_ns
 
 
@@ -92,7 +87,7 @@ def load_model(
         return _without_fingerprint(model, folder, error)
     model = _load(folder, dtype, settings)
     try:
-        with _digest_memory(data_dir) as memory:
+        with digest_memory(data_dir) as memory:
             manifest = fingerprint_model(folder, memory, progress, loaded=before, clock_ns=CLOCK_NS)
     except IdentityError as error:
         return _without_fingerprint(model, folder, error)
@@ -111,20 +106,3 @@ def _load(folder: Path, dtype: Any, settings: dict[str, Any]) -> Any:
 def _without_fingerprint(model: Any, folder: Path, error: IdentityError) -> LoadedModel:
     log.warning("%s; the cache of this model is not kept on disk and not shared with other processes", error)
     return LoadedModel(model=model, weights="", name=folder.resolve().name, epoch=random_epoch(), problem=str(error))
-
-
-@contextmanager
-def _digest_memory(data_dir: str | os.PathLike[str] | None) -> Iterator[DigestMemory | None]:
-    """None where there is no data directory to remember anything in; then all is hashed."""
-    chosen = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    if not chosen:
-        yield None
-        return
-    try:
-        directory = DataDirectory.open(Path(chosen), create=False, writable=False)
-    except DataDirectoryError as error:
-        log.info("digests of weight files are not remembered: %s", error)
-        yield None
-        return
-    with directory:
-        yield DigestMemory(directory)

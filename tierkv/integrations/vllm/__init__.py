@@ -1,0 +1,1 @@
+"""vLLM on the other side: its out-of-tree KV connector."""

@@ -1,0 +1,153 @@
+"""Fingerprints of LoRA adapters by the content of their files, never by name or number.
+
+vLLM may have loaded an adapter before its files were overwritten, and may load it again in place under the same name
+and number. So an adapter counts only when its files are older than this engine and unchanged since; or, if the operator
+promises that what lies at a path never changes, as it was when it was first seen.
+
+Files are hashed in a thread. What a request waits for are the stats of the folder and its few files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tierkv.errors import IdentityError
+from tierkv.integrations.file_proof import find_change, process_started_ns
+from tierkv.integrations.identity_common import digest_memory
+from tierkv.integrations.vllm.bypass import Bypass, BypassReason
+from tierkv.storage.manifest import fingerprint_adapter
+from tierkv.storage.weight_files import stat_signature
+
+log = logging.getLogger(__name__)
+
+_FileMark = tuple[int, int, int, int, int]
+
+
+class AdapterPolicy(Enum):
+    PROVEN = "proven"
+    """Only adapters whose files are older than the engine."""
+    IMMUTABLE = "immutable"
+    """The operator's promise: what lies at a path of an adapter never changes once it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """`marks` are the stats of the folder and of `names` in it, from before they were read."""
+
+    names: tuple[str, ...]
+    marks: tuple[_FileMark, ...]
+    fingerprint: str
+    refusal: Bypass | None
+
+
+class Adapters:
+    """The adapters that requests named so far. `find` is for one thread, the scheduler's. `close` joins the thread."""
+
+    def __init__(
+        self,
+        *,
+        policy: AdapterPolicy = AdapterPolicy.PROVEN,
+        data_dir: str | os.PathLike[str] | None = None,
+        started_ns: int | None = None,
+    ) -> None:
+        self._policy = policy
+        self._data_dir = data_dir
+        self._started_ns = process_started_ns() if started_ns is None else started_ns
+        self._seen: dict[str, _Seen] = {}
+        self._waiting: set[str] = set()
+        self._warned: set[str] = set()
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tierkv-adapters", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.ident is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def find(self, path: str) -> str | Bypass:
+        """The fingerprint (64 hex digits) of the adapter at `path` as vLLM names it, or why there is none. Never waits
+        for a file to be read."""
+        seen = self._seen.get(path)
+        if seen is None:
+            self._ask_for(path)
+            return Bypass(BypassReason.ADAPTER_PENDING, path)
+        if seen.marks != _marks(path, seen.names):
+            return self._changed(path)
+        if seen.refusal is None:
+            return seen.fingerprint
+        if seen.refusal.reason is BypassReason.ADAPTER_UNREADABLE:
+            self._ask_for(path)
+        return seen.refusal
+
+    def _changed(self, path: str) -> Bypass:
+        if self._policy is AdapterPolicy.IMMUTABLE:
+            self._warn(f"{path}: files of this adapter changed, although adapters are declared immutable", path)
+            return Bypass(BypassReason.ADAPTER_CHANGED, path)
+        self._ask_for(path)
+        return Bypass(BypassReason.ADAPTER_UNPROVEN, f"{path} changed since it was first used")
+
+    def _ask_for(self, path: str) -> None:
+        if path not in self._waiting:
+            self._waiting.add(path)
+            self._queue.put(path)
+
+    def _run(self) -> None:
+        while (path := self._queue.get()) is not None:
+            seen = self._read(path)
+            if seen.refusal is not None:
+                self._warn(seen.refusal.detail, path)
+            self._seen[path] = seen
+            self._waiting.discard(path)
+
+    def _read(self, path: str) -> _Seen:
+        root = Path(path)
+        names: tuple[str, ...] = ()
+        marks = _marks(path, names)
+        try:
+            if not root.is_dir():
+                raise IdentityError(f"{path} is no folder on this machine: name adapters by their folder")
+            names = tuple(named.name for named in stat_signature(root))
+            marks = _marks(path, names)
+            changed = find_change(root, names, before_ns=self._started_ns)
+            if changed is not None and self._policy is AdapterPolicy.PROVEN:
+                return _Seen(names, marks, "", Bypass(BypassReason.ADAPTER_UNPROVEN, _unproven(path, changed)))
+            with digest_memory(self._data_dir) as memory:
+                fingerprint = fingerprint_adapter(root, memory).fingerprint
+        except IdentityError as error:
+            return _Seen(names, marks, "", Bypass(BypassReason.ADAPTER_UNREADABLE, str(error)))
+        return _Seen(names, marks, fingerprint, None)
+
+    def _warn(self, problem: str, path: str) -> None:
+        """Once for each adapter."""
+        if path not in self._warned:
+            self._warned.add(path)
+            log.warning("%s; requests with this adapter are not cached", problem)
+
+
+def _unproven(path: str, changed: str) -> str:
+    return (
+        f"adapter {path}: {changed}, after or just before this engine started, so that nobody knows whether these are "
+        'the files that vLLM loaded: restart the engine, or set "adapters": "immutable" in the extra configuration if '
+        "the files at a path never change once they are there"
+    )
+
+
+def _marks(path: str, names: tuple[str, ...]) -> tuple[_FileMark, ...]:
+    """Empty where something can't be looked at."""
+    try:
+        return tuple(_mark(os.stat(where)) for where in (path, *(os.path.join(path, name) for name in names)))
+    except OSError:
+        return ()
+
+
+def _mark(found: os.stat_result) -> _FileMark:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
