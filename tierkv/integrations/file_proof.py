@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -31,47 +31,38 @@ def process_started_ns() -> int:
     return int(psutil.Process().create_time() * 1e9)
 
 
-def find_change(root: Path, names: Iterator[str] | tuple[str, ...], *, before_ns: int) -> str | None:
-    """The first thing at or below `root` (a folder, or one file) that changed after `before_ns` or so shortly before it
-    that it can't be told; None when all of it is older. Raises WeightsUnreadable."""
+def find_change(root: Path, names: Iterable[str], *, before_ns: int) -> str | None:
+    """What changed of `root` (a folder, or one file) and of the files with these names in it, after `before_ns` or so
+    shortly before it that it can't be told; None when all of it is older. Raises WeightsUnreadable."""
     limit_ns = before_ns - int(MARGIN_SECONDS * 1e9)
-    return next((told for told in _changes(root, tuple(names), limit_ns)), None)
-
-
-def _changes(root: Path, names: tuple[str, ...], limit_ns: int) -> Iterator[str]:
     absolute = Path(os.path.abspath(root))
-    for path in (absolute / name for name in names):
-        yield from _judge_chain(path, limit_ns, strict_above=absolute)
-    yield from _judge_chain(absolute, limit_ns, strict_above=absolute)
+    looked_at: set[Path] = set()
+    for path in (absolute, *(absolute / name for name in names)):
+        for changed in _changes(path, absolute, limit_ns, looked_at):
+            return changed
+    return None
 
 
-def _judge_chain(path: Path, limit_ns: int, *, strict_above: Path) -> Iterator[str]:
-    """The path itself, what it is a link to, and all that lies on the way there."""
-    seen: set[Path] = set()
-    waiting = [path]
-    while waiting:
-        here = waiting.pop()
-        if here in seen:
+def _changes(path: Path, root: Path, limit_ns: int, looked_at: set[Path]) -> Iterator[str]:
+    """At this path, at what it is a link to, and on the way there."""
+    for here in (path, *path.parents):
+        if here in looked_at:
             continue
-        seen.add(here)
+        looked_at.add(here)
         found = _lstat(here)
-        strict = here == path or here.is_relative_to(strict_above)
-        if _is_young(found, limit_ns, strict=strict):
-            yield f"{here} changed at {_as_time(found.st_ctime_ns)}"
+        is_above = here != path and not here.is_relative_to(root)
+        if _is_young(found, limit_ns, is_above=is_above):
+            yield f"{here} changed at {_as_time(found)}"
         if stat.S_ISLNK(found.st_mode):
-            target = Path(os.path.normpath(here.parent / os.readlink(here)))
-            yield from _judge_chain(target, limit_ns, strict_above=strict_above)
-        if here.parent != here:
-            waiting.append(here.parent)
+            # Not normpath: ".." behind a link leads out of what it is a link to.
+            target = Path(os.path.realpath(here.parent), os.readlink(here))
+            yield from _changes(target, root, limit_ns, looked_at)
 
 
-def _is_young(found: os.stat_result, limit_ns: int, *, strict: bool) -> bool:
-    youngest = max(found.st_ctime_ns, found.st_mtime_ns)
-    if youngest < limit_ns:
-        return False
-    if strict or not stat.S_ISDIR(found.st_mode):
-        return True
-    return found.st_ctime_ns >= limit_ns and found.st_ctime_ns > found.st_mtime_ns
+def _is_young(found: os.stat_result, limit_ns: int, *, is_above: bool) -> bool:
+    if is_above and stat.S_ISDIR(found.st_mode):
+        return found.st_ctime_ns >= limit_ns and found.st_ctime_ns > found.st_mtime_ns
+    return max(found.st_ctime_ns, found.st_mtime_ns) >= limit_ns
 
 
 def _lstat(path: Path) -> os.stat_result:
@@ -81,5 +72,5 @@ def _lstat(path: Path) -> os.stat_result:
         raise WeightsUnreadable(f"{path} can't be read: {error.strerror}") from error
 
 
-def _as_time(nanoseconds: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(nanoseconds / 1e9))
+def _as_time(found: os.stat_result) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(max(found.st_ctime, found.st_mtime)))

@@ -1,6 +1,7 @@
 """Settings of a real vLLM engine for a tiny model, without an engine.
 
-Tests that need vLLM say so themselves (`pytest.importorskip("vllm")` before their other imports); the rest run anywhere.
+Tests that need vLLM say so themselves (`pytest.importorskip("vllm")` before their other imports); the others run
+anywhere.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class _Seen:
 
 
 class Adapters:
-    """The adapters that requests named so far. `find` is for one thread, the scheduler's. `close` joins the thread."""
+    """The adapters that requests named so far. `find` is for one thread, the scheduler's. `close` joins the thread that
+    reads files, which is started with the first adapter."""
 
     def __init__(
         self,
@@ -59,54 +60,86 @@ class Adapters:
         self._policy = policy
         self._data_dir = data_dir
         self._started_ns = process_started_ns() if started_ns is None else started_ns
+        self._paths: dict[int, str] = {}
+        self._revoked: set[int] = set()
         self._seen: dict[str, _Seen] = {}
         self._waiting: set[str] = set()
         self._warned: set[str] = set()
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tierkv-adapters", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
     def close(self) -> None:
         if self._thread.ident is not None:
             self._queue.put(None)
             self._thread.join()
 
-    def find(self, path: str) -> str | Bypass:
-        """The fingerprint (64 hex digits) of the adapter at `path` as vLLM names it, or why there is none. Never waits
-        for a file to be read."""
-        seen = self._seen.get(path)
+    def find(self, number: int, path: str) -> str | Bypass:
+        """The fingerprint (64 hex digits) of the adapter that vLLM knows by this number and path, or why there is none.
+        Never waits for a file to be read.
+
+        Once a number stood for another path, or for files that changed since, vLLM may hold the one or the other under
+        it, and running requests may have begun with the one: it has no fingerprint any more.
+        """
+        place = _local_path(path)
+        if place is None:
+            return self._refuse(path, f"adapter {path} is named as a hub names it: load it from a folder")
+        if self._paths.setdefault(number, place) != place:
+            self._revoked.add(number)
+        if number in self._revoked:
+            return self._refuse(
+                place,
+                f"adapter {place}: its number ({number}) stood for other files before: load a changed adapter under "
+                "another name",
+            )
+        return self._find(number, place)
+
+    def _find(self, number: int, place: str) -> str | Bypass:
+        seen = self._seen.get(place)
         if seen is None:
-            self._ask_for(path)
-            return Bypass(BypassReason.ADAPTER_PENDING, path)
-        if seen.marks != _marks(path, seen.names):
-            return self._changed(path)
+            self._ask_for(place)
+            return Bypass(BypassReason.ADAPTER_PENDING, place)
+        if seen.marks != _marks(place, seen.names):
+            return self._changed(number, place, seen)
         if seen.refusal is None:
             return seen.fingerprint
         if seen.refusal.reason is BypassReason.ADAPTER_UNREADABLE:
-            self._ask_for(path)
+            self._ask_for(place)
         return seen.refusal
 
-    def _changed(self, path: str) -> Bypass:
+    def _changed(self, number: int, place: str, seen: _Seen) -> Bypass:
+        if seen.refusal is not None:
+            self._ask_for(place)
+            return seen.refusal
+        self._revoked.add(number)
         if self._policy is AdapterPolicy.IMMUTABLE:
-            self._warn(f"{path}: files of this adapter changed, although adapters are declared immutable", path)
-            return Bypass(BypassReason.ADAPTER_CHANGED, path)
-        self._ask_for(path)
-        return Bypass(BypassReason.ADAPTER_UNPROVEN, f"{path} changed since it was first used")
+            self._warn(place, f"adapter {place}: its files changed, although adapters are declared immutable")
+            return Bypass(BypassReason.ADAPTER_CHANGED, place)
+        return self._refuse(place, f"adapter {place}: its files changed since it was first used: restart the engine")
 
-    def _ask_for(self, path: str) -> None:
-        if path not in self._waiting:
-            self._waiting.add(path)
-            self._queue.put(path)
+    def _refuse(self, place: str, problem: str) -> Bypass:
+        self._warn(place, problem)
+        return Bypass(BypassReason.ADAPTER_UNPROVEN, problem)
+
+    def _ask_for(self, place: str) -> None:
+        if place not in self._waiting:
+            self._waiting.add(place)
+            self._queue.put(place)
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _run(self) -> None:
-        while (path := self._queue.get()) is not None:
-            seen = self._read(path)
+        while (place := self._queue.get()) is not None:
+            seen = self._read(place)
             if seen.refusal is not None:
-                self._warn(seen.refusal.detail, path)
-            self._seen[path] = seen
-            self._waiting.discard(path)
+                self._warn(place, seen.refusal.detail)
+            self._seen[place] = seen
+            self._waiting.discard(place)
+
+    def _warn(self, place: str, problem: str) -> None:
+        """Once for each adapter."""
+        if place not in self._warned:
+            self._warned.add(place)
+            log.warning("%s; requests with this adapter are not cached", problem)
 
     def _read(self, path: str) -> _Seen:
         root = Path(path)
@@ -126,11 +159,14 @@ class Adapters:
             return _Seen(names, marks, "", Bypass(BypassReason.ADAPTER_UNREADABLE, str(error)))
         return _Seen(names, marks, fingerprint, None)
 
-    def _warn(self, problem: str, path: str) -> None:
-        """Once for each adapter."""
-        if path not in self._warned:
-            self._warned.add(path)
-            log.warning("%s; requests with this adapter are not cached", problem)
+
+def _local_path(path: str) -> str | None:
+    """Where vLLM looks for an adapter that is named so; None when it would ask a hub."""
+    if os.path.isabs(path):
+        return path
+    if path.startswith("~"):
+        return os.path.expanduser(path)
+    return os.path.abspath(path) if os.path.exists(path) else None
 
 
 def _unproven(path: str, changed: str) -> str:

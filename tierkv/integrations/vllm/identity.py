@@ -15,7 +15,7 @@ are told the identity by it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
@@ -25,7 +25,7 @@ from tierkv.errors import IdentityError, LayoutMismatch
 from tierkv.integrations.identity_common import element_type, random_epoch
 from tierkv.integrations.vllm.packing import backend_names, packing_name, release_name
 from tierkv.integrations.vllm.settings import adapter_settings_of, config_digest, settings_of
-from tierkv.integrations.vllm.supported import layer_specs
+from tierkv.integrations.vllm.supported import kv_layout, layer_specs
 from tierkv.integrations.vllm.weights import Weights
 
 __all__ = ["EngineIdentity", "Shard", "shard_of", "layout_of", "owned_layers", "join_salts"]
@@ -45,8 +45,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
-    """All of an engine's identity but its weights, known at start. `problem` says why a digest of its settings can't be
-    made; then `epoch` is random, and nothing is kept for another process or a later run."""
+    """All of an engine's identity but its weights, known at start. `epoch` is set once the weights in memory may be
+    others than those that were loaded (see `renewed`)."""
 
     config: str
     adapter_config: str
@@ -54,7 +54,6 @@ class EngineIdentity:
     parallel: Parallel
     salt: str = ""
     epoch: str = ""
-    problem: str = ""
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, *, salt: str = "") -> EngineIdentity:
@@ -62,29 +61,30 @@ class EngineIdentity:
         that of engines with another one."""
         settings = settings_of(vllm_config)
         settings["layers"] = owned_layers(kv_cache_config)
-        epoch = problem = ""
         try:
             config = config_digest(settings)
             adapter_config = config_digest(settings | {"adapter settings": adapter_settings_of(vllm_config)})
-        except IdentityError as error:
-            epoch, problem = random_epoch(), str(error)
-            config = adapter_config = blake3(epoch.encode()).hexdigest()
+        except IdentityError:  # `Weights` have the same problem, tell it, and have an epoch
+            config = adapter_config = blake3(random_epoch().encode()).hexdigest()
         return cls(
             config=config,
             adapter_config=adapter_config,
             layout=layout_of(vllm_config, kv_cache_config),
             parallel=parallel_of(vllm_config.parallel_config, kv_cache_config),
             salt=salt,
-            epoch=epoch,
-            problem=problem,
         )
+
+    def renewed(self) -> EngineIdentity:
+        """Of the same engine with weights that may be others now: nothing that was stored before is found again, and
+        nothing is kept for another process or a later run."""
+        return replace(self, epoch=random_epoch())
 
     def for_request(self, weights: Weights, *, salt: str = "", adapter: str = "") -> Identity:
         """`salt` is the request's, `adapter` the fingerprint of its adapter's files; empty for none."""
         config = self.adapter_config if adapter else self.config
         if weights.settings:
             config = blake3(f"{config} {weights.settings}".encode()).hexdigest()
-        epoch = weights.epoch or self.epoch
+        epoch = self.epoch or weights.epoch
         return Identity(
             weights="" if epoch else weights.fingerprint,
             config=config,
@@ -110,10 +110,10 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> Layout:
     backends = "+".join(backend_names(vllm_config))
     device = vllm_config.device_config.device_type
     packing = packing_name(vllm_config, kv_cache_config)
-    order = kv_cache_config.kv_cache_layout
+    order = kv_layout(vllm_config, kv_cache_config)
     return Layout(
         dtype="+".join(sorted({_dtype_name(vllm_config, spec) for group in groups for spec in layer_specs(group)})),
-        block_bytes=tuple(_block_bytes(kv_cache_config, group) for group in groups),
+        block_bytes=tuple(_block_bytes(kv_cache_config, group, order) for group in groups),
         axes=f"group,layer,{_order_in_layer(order)}",
         block_tokens=vllm_config.cache_config.block_size,
         engine=f"{release}/{backends}/{device}/{packing}/{order}/{LAYOUT_VERSION}",
@@ -154,16 +154,16 @@ def join_salts(operator: str, request: str) -> str:
     return json.dumps([operator, request])
 
 
-def _block_bytes(kv_cache_config: Any, group: Any) -> int:
+def _block_bytes(kv_cache_config: Any, group: Any, order: str) -> int:
     """Bytes of one block in all of a group's own layers."""
     owned = {name: tensor for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
-    return sum(_page_bytes(kv_cache_config, owned[name]) for name in group.layer_names if name in owned)
+    return sum(_page_bytes(owned[name], order) for name in group.layer_names if name in owned)
 
 
-def _page_bytes(kv_cache_config: Any, tensor: Any) -> int:
+def _page_bytes(tensor: Any, order: str) -> int:
     """Of one layer in this part of the allocation, from the distances that vLLM chose: the scheduler's copy of a group
     of differing layers does not have their specs."""
-    return int(tensor.block_stride if kv_cache_config.kv_cache_layout.startswith("L") else tensor.layer_stride)
+    return int(tensor.block_stride if order.startswith("L") else tensor.layer_stride)
 
 
 def _order_in_layer(order: str) -> str:

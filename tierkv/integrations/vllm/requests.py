@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierkv.core.identity import Identity
+from tierkv.core.instructions import ManifestEntry
 from tierkv.core.keys import NO_EXTRAS
 from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.bypass import Bypass, BypassReason
@@ -92,6 +93,8 @@ class CacheableRequest:
     tokens: Sequence[int]
     extras: Mapping[int, Sequence[bytes]]
     may_load: bool
+    model_name: str
+    manifest: tuple[ManifestEntry, ...] = ()
     adapter_name: str = ""
 
 
@@ -116,13 +119,21 @@ class RequestReader:
         extras = media_extras(request.mm_features, self._engine.layout.block_tokens)
         if isinstance(extras, Bypass):
             return extras
+        identity = self._engine.for_request(weights, salt=request.cache_salt or "", adapter=adapter)
         return CacheableRequest(
-            identity=self._engine.for_request(weights, salt=request.cache_salt or "", adapter=adapter),
+            identity=identity,
             tokens=request.all_token_ids,
             extras=extras,
             may_load=not request.skip_reading_prefix_cache,
+            model_name=weights.name,
+            manifest=weights.manifest if identity.is_persistent else (),
             adapter_name=request.lora_request.lora_name if request.lora_request is not None else "",
         )
+
+    def may_store(self, request: Any) -> bool:
+        """Whether what a request that was cacheable computes from now on is still what its identity says: not once its
+        adapter was loaded again from other files. To be asked before each step."""
+        return request.lora_request is None or isinstance(self._read_adapter(request.lora_request), str)
 
     def _read_adapter(self, lora_request: Any) -> str | Bypass:
         if lora_request is None:
@@ -130,7 +141,7 @@ class RequestReader:
         unknown = _unknown_of_adapter(lora_request)
         if unknown:
             return Bypass(BypassReason.UNKNOWN_INPUT, f"adapter with {unknown}")
-        return self._adapters.find(lora_request.lora_path)
+        return self._adapters.find(lora_request.lora_int_id, lora_request.lora_path)
 
 
 def media_extras(features: Sequence[Any], block_tokens: int) -> Mapping[int, Sequence[bytes]] | Bypass:

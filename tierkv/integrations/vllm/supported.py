@@ -34,6 +34,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, block_tokens: int | 
     _check_transfer(vllm_config.kv_transfer_config)
     _check_model(vllm_config)
     _check_parallel(vllm_config.parallel_config)
+    _check_layout(kv_layout(vllm_config, kv_cache_config))
     _check_groups(kv_cache_config, vllm_config.cache_config.block_size)
     _check_block_size(vllm_config.cache_config, kv_cache_config, block_tokens)
 
@@ -42,6 +43,11 @@ def layer_specs(group: Any) -> Iterator[Any]:
     """The specs of a group's layers. The scheduler's copy of a group of differing layers has one of them only."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     yield from inner.values() if inner else [group.kv_cache_spec]
+
+
+def kv_layout(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Name of the physical order of the axes, in vLLM's letters: layer, block, head, (toke)n, content."""
+    return str(kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout)
 
 
 def _check_transfer(config: Any) -> None:
@@ -87,14 +93,17 @@ def _check_parallel(config: Any) -> None:
             )
 
 
+def _check_layout(order: str) -> None:
+    if order not in SERVED_LAYOUTS:
+        raise UnsupportedEngine(
+            f"KV cache layout {order}: a block of a layer does not lie in one piece; served are "
+            f"{', '.join(SERVED_LAYOUTS)} (VLLM_KV_CACHE_LAYOUT)"
+        )
+
+
 def _check_groups(kv_cache_config: Any, block_size: int) -> None:
     if not kv_cache_config.kv_cache_groups:
         raise UnsupportedModel("this model has no KV cache")
-    if kv_cache_config.kv_cache_layout not in SERVED_LAYOUTS:
-        raise UnsupportedEngine(
-            f"KV cache layout {kv_cache_config.kv_cache_layout}: a block of a layer does not lie in one piece; "
-            f"served are {', '.join(SERVED_LAYOUTS)} (VLLM_KV_CACHE_LAYOUT)"
-        )
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         where = f"cache group {index} ({group.layer_names[0]}, ...)"
         if getattr(group, "is_eagle_group", False):

@@ -20,8 +20,9 @@ from tierkv.core.instructions import ManifestEntry
 from tierkv.errors import IdentityError, WeightsChanged
 from tierkv.integrations.file_proof import find_change, process_started_ns
 from tierkv.integrations.identity_common import digest_memory, random_epoch
-from tierkv.storage.manifest import WeightManifest, fingerprint_model
-from tierkv.storage.weight_files import stat_signature
+from tierkv.integrations.vllm.running_code import code_settings, file_digests, quantization_files
+from tierkv.integrations.vllm.settings import config_digest, settings_of
+from tierkv.storage.manifest import fingerprint_model
 
 LOADED_FROM_FILES = frozenset({"auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"})
 """Load formats that read the weight files of the model's folder, and nothing else."""
@@ -101,35 +102,77 @@ class ModelFingerprint:
 
 def find_weights(vllm_config: Any, *, data_dir: str | os.PathLike[str] | None, started_ns: int) -> Weights:
     """The weights of an engine whose process started at `started_ns`, by reading its files."""
-    model = vllm_config.model_config
-    name = Path(str(model.model)).name
+    name = str(vllm_config.model_config.model).rstrip("/").rpartition("/")[2]
     try:
-        manifest = _fingerprint(vllm_config, data_dir, started_ns)
+        settings = _settings_beside(vllm_config)
+        model = locate_model(vllm_config)
+        side_files = quantization_files(vllm_config, model.root)
+        with digest_memory(data_dir) as memory:
+            manifest = fingerprint_model(model.root, memory)
+        settings |= file_digests(model.root, side_files)
+        _check_unchanged(model, (*(named.name for named in manifest.signature), *side_files), started_ns)
     except IdentityError as error:
         return Weights(name=name, epoch=random_epoch(), problem=str(error))
-    return Weights(name=name, fingerprint=manifest.fingerprint, manifest=manifest.entries)
+    return Weights(
+        name=name,
+        fingerprint=manifest.fingerprint,
+        settings=config_digest(settings) if settings else "",
+        manifest=manifest.entries,
+    )
 
 
-def _fingerprint(vllm_config: Any, data_dir: str | os.PathLike[str] | None, started_ns: int) -> WeightManifest:
-    root = locate_model(vllm_config)
-    names = tuple(named.name for named in stat_signature(root)) if root.is_dir() else ()
-    with digest_memory(data_dir) as memory:
-        manifest = fingerprint_model(root, memory)
-    changed = find_change(root, names, before_ns=started_ns)
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """`root` is a folder, or one weight file; `choices` are files that say which folder it is (a hub's reference to its
+    newest revision)."""
+
+    root: Path
+    choices: tuple[Path, ...] = ()
+
+
+def locate_model(vllm_config: Any) -> ModelPlace:
+    """Where the weights were loaded from. IdentityError when that is no place on this machine."""
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format not in LOADED_FROM_FILES:
+        raise IdentityError(f"load format {load_format!r}: the weights were not read from files of a folder")
+    if vllm_config.model_config.model_weights:
+        raise IdentityError("the weights were not read from files: the model lies in an object store")
+    path = Path(str(vllm_config.model_config.model))
+    return ModelPlace(path) if path.exists() else _locate_snapshot(vllm_config)
+
+
+def _settings_beside(vllm_config: Any) -> dict[str, Any]:
+    """Settings that are not in vLLM's configuration. IdentityError for an engine of which no identity can be made that
+    holds while it runs."""
+    config_digest(settings_of(vllm_config))
+    if vllm_config.weight_transfer_config is not None:
+        raise IdentityError("the weights may be replaced while the engine runs (weight_transfer_config)")
+    extension = vllm_config.parallel_config.worker_extension_cls
+    if extension:
+        raise IdentityError(f"workers are extended by {extension}, which may change the weights (worker_extension_cls)")
+    return code_settings(vllm_config)
+
+
+def _locate_snapshot(vllm_config: Any) -> ModelPlace:
+    """Of a model that is named as a hub names it, the folder in the local cache that vLLM loads from."""
+    import huggingface_hub  # noqa: PLC0415 - heavy, and only there in an engine
+
+    name, revision = str(vllm_config.model_config.model), vllm_config.model_config.revision or "main"
+    cache = vllm_config.load_config.download_dir or huggingface_hub.constants.HF_HUB_CACHE
+    try:
+        snapshot = huggingface_hub.snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError) as error:  # what the library raises for what it doesn't have, or is no name
+        raise IdentityError(f"{name!r} is neither a folder here nor a model in {cache}") from error
+    reference = Path(cache) / f"models--{name.replace('/', '--')}" / "refs" / revision
+    return ModelPlace(Path(snapshot), (reference,) if reference.exists() else ())
+
+
+def _check_unchanged(model: ModelPlace, names: tuple[str, ...], started_ns: int) -> None:
+    changed = find_change(model.root, names if model.root.is_dir() else (), before_ns=started_ns)
+    for choice in model.choices:
+        changed = changed or find_change(choice, (), before_ns=started_ns)
     if changed is not None:
         raise WeightsChanged(
             f"{changed}, after or just before this engine started, so that nobody knows whether the files are those "
             "that it loaded: restart the engine"
         )
-    return manifest
-
-
-def locate_model(vllm_config: Any) -> Path:
-    """The folder or the single file that the weights were loaded from. IdentityError when there is none."""
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format not in LOADED_FROM_FILES:
-        raise IdentityError(f"load format {load_format!r}: the weights were not read from the files of a folder")
-    path = Path(str(vllm_config.model_config.model))
-    if not path.exists():
-        raise IdentityError(f"{path} is no folder on this machine")
-    return path
