@@ -293,6 +293,28 @@ class Group(GroupCore):
 
         return Opening(ask())
 
+    def reserve_tail(
+        self,
+        keys: bytes,
+        *,
+        first_block: int,
+        tokens: bytes,
+        extras: Extras | None = None,
+        deadline_seconds: float = 1.0,
+    ) -> Opening[Ticket]:
+        async def ask() -> Ticket:
+            verb = self._verbs.reserve_tail(
+                self._record,
+                keys,
+                first_block=first_block,
+                tokens=tokens,
+                extras=extras,
+                deadline_seconds=deadline_seconds,
+            )
+            return Ticket(await self._client._run(verb), self._client)
+
+        return Opening(ask())
+
     async def seal(
         self,
         tokens: TokenIds | None = None,

@@ -309,6 +309,27 @@ class Group(GroupCore):
         )
         return Ticket(self._client._run(verb), self._client)
 
+    def reserve_tail(
+        self,
+        keys: bytes,
+        *,
+        first_block: int,
+        tokens: bytes,
+        extras: Extras | None = None,
+        deadline_seconds: float = 1.0,
+    ) -> Ticket:
+        """As `reserve`, for who has the keys of all blocks from token 0: `tokens`, packed as little-endian u32, are
+        those of the blocks from `first_block` on."""
+        verb = self._verbs.reserve_tail(
+            self._record,
+            keys,
+            first_block=first_block,
+            tokens=tokens,
+            extras=extras,
+            deadline_seconds=deadline_seconds,
+        )
+        return Ticket(self._client._run(verb), self._client)
+
     def seal(
         self,
         tokens: TokenIds | None = None,

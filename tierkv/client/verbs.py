@@ -207,17 +207,46 @@ class Verbs(InlineVerbs):
         extras = extras or NO_EXTRAS
         if keys is None:
             keys = chain_keys(group.key, packed, group.block_tokens, extras=extras)
-        blocks = _require_fit(keys, len(packed) // TOKEN_BYTES, group.block_tokens)
+        _require_fit(keys, len(packed) // TOKEN_BYTES, group.block_tokens)
+        step = group.block_tokens * TOKEN_BYTES
+        return (
+            yield from self.reserve_tail(
+                group,
+                keys,
+                first_block=first_block,
+                tokens=packed[max(0, first_block) * step : len(keys) // KEY_BYTES * step],
+                extras=extras,
+                deadline_seconds=deadline_seconds,
+            )
+        )
+
+    def reserve_tail(
+        self,
+        group: GroupRecord,
+        keys: bytes,
+        *,
+        first_block: int,
+        tokens: bytes,
+        extras: Extras | None,
+        deadline_seconds: float,
+    ) -> Verb[TicketFacts]:
+        extras = extras or NO_EXTRAS
+        step = group.block_tokens * TOKEN_BYTES
+        blocks = len(keys) // KEY_BYTES
         if first_block < 0:
             raise ValueError(f"first_block: {first_block} is negative")
-        step = group.block_tokens * TOKEN_BYTES
+        if len(keys) % KEY_BYTES or len(tokens) != max(0, blocks - first_block) * step:
+            raise ValueError(
+                f"tokens: {len(tokens)} bytes; {step} are needed for each of the blocks from {first_block} on, of "
+                f"which there are {len(keys) / KEY_BYTES - first_block:g}"
+            )
         end = min(blocks, _room_in_frame(first_block, step, extras))
         return (
             yield from self.reserve_packed(
                 group,
                 keys[: end * KEY_BYTES],
                 first_block=first_block,
-                tokens=packed[first_block * step : end * step],
+                tokens=tokens[: (end - first_block) * step],
                 extras={block: list(inputs) for block, inputs in extras.items() if first_block <= block < end},
                 deadline_seconds=deadline_seconds,
             )
@@ -349,14 +378,13 @@ def _fit(offsets: np.ndarray, session: Session, group: GroupRecord) -> bool:
     return all_bits >= 0 and not all_bits & (page - 1) and int(offsets.max()) <= last
 
 
-def _require_fit(keys: bytes, num_tokens: int, block_tokens: int) -> int:
+def _require_fit(keys: bytes, num_tokens: int, block_tokens: int) -> None:
     blocks = num_tokens // block_tokens
     if len(keys) != blocks * KEY_BYTES:
         raise ValueError(
             f"keys: {len(keys)} bytes are {len(keys) / KEY_BYTES:g} keys, but tokens: {num_tokens} tokens are "
             f"{blocks} full blocks of {block_tokens}"
         )
-    return blocks
 
 
 def _room_in_frame(first_block: int, tokens_bytes: int, extras: Extras) -> int:
