@@ -1,0 +1,374 @@
+"""The worker's side: moves blocks between the engine's pages and the node's slots, in two threads of its own.
+
+When pages may be touched:
+
+- A page that is stored from holds its block until the engine computes its next step, whatever becomes of the request in
+  between (it ends, is aborted, preempted, the engine's own prefix cache is emptied): pages that become free are written
+  to by a later step at the earliest. So `begin_step`, called before a step computes or loads anything, waits for the
+  copies that have begun, and gives up those that have not. What was given up is never published.
+- A page that is loaded into belongs to its request until this side has said that the load is over, for the engine keeps
+  it that long even if the request is gone.
+
+The request never waits for a store: what is computed is answered while the copy runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tierkv.client import Client, Group
+from tierkv.core.identity import Identity
+from tierkv.core.reasons import Reason
+from tierkv.integrations.connector.fence import Fence
+from tierkv.integrations.connector.plan import (
+    GroupSpec,
+    LoadJob,
+    NotStored,
+    Pages,
+    Plan,
+    Report,
+    SealJob,
+    Stored,
+    StoreJob,
+)
+from tierkv.integrations.connector.scheduler import open_group
+
+STORE_PATIENCE_SECONDS = 0.05
+"""So long a step waits for stores that have not begun to copy. A node that answers needs a hundredth of it."""
+STORE_DEADLINE_SECONDS = 1.0
+LOOK_SECONDS = 0.25
+"""How often the session is looked at while there is nothing to store."""
+
+
+class PageStore(Protocol):
+    """The engine's pages. Both move whole blocks; `rows` is uint8 [n, block_bytes], `pages` holds n pages for each page
+    group. They return when the copy has completed, seen from the host."""
+
+    def read_pages(self, pages: Pages, rows: np.ndarray) -> None:
+        """Pages into rows."""
+
+    def write_pages(self, rows: np.ndarray, pages: Pages) -> None:
+        """Rows into pages; a page group's part of a block is left out where it has NO_PAGE."""
+
+
+class _Copying:
+    """A store's copies out of the engine's pages: begun by a thread, or given up by the step, whichever comes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_copying = False
+        self._is_over = False
+
+    def begin(self) -> bool:
+        """Whether the pages may be looked at, until `pause` or `end`."""
+        with self._changed:
+            self._is_copying = not self._is_over
+            return self._is_copying
+
+    def pause(self) -> None:
+        with self._changed:
+            self._is_copying = False
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The pages are not looked at any more."""
+        with self._changed:
+            self._is_copying, self._is_over = False, True
+            self._changed.notify_all()
+
+    def settle(self, until: float) -> None:
+        """Return when the pages are not looked at any more, and never will be: what has not begun by `until` is given
+        up; what has begun is a copy in memory, which ends."""
+        with self._changed:
+            while not self._is_over:
+                left = until - time.monotonic()
+                if left <= 0 and not self._is_copying:
+                    self._is_over = True
+                    return
+                self._changed.wait(left if left > 0 else None)
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerCounts:
+    """Since the last look. Seconds are of this side's threads, not of the engine; `waited_seconds` is what steps waited
+    for copies."""
+
+    loads: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    failed_blocks: int = 0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """Requests whose load is over, and those of them where it failed. Where it is known which pages of the first page
+    group were not filled, `failed_pages` has them."""
+
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_pages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class PrefixWorker:
+    """One rank. Its calls come from the engine's own thread, in this order for each step: `begin_step`, `end_step`,
+    `take_finished`, `take_report`."""
+
+    def __init__(
+        self,
+        client: Client,
+        pages: PageStore,
+        fence: Fence,
+        *,
+        rank: int = 0,
+        check: Callable[[Identity], None] = lambda identity: None,
+    ) -> None:
+        """`check` raises where an identity that the scheduler tells is not what this worker's pages hold."""
+        self.rank = rank
+        self._check = check
+        self._client = client
+        self._pages = pages
+        self._fence = fence
+        self._specs: dict[int, GroupSpec] = {}
+        self._groups: dict[int, Group] = {}
+        self._lock = threading.Lock()
+        self._finished = Finished()
+        self._counts = WorkerCounts()
+        self._stored: list[Stored] = []
+        self._not_stored: list[NotStored] = []
+        self._failed_loads: set[str] = set()
+        self._token: bytes | None = None  # as it is now
+        self._told: bytes | None = None  # as the scheduler knows it
+        self._copies: list[_Copying] = []
+        self._look_at = 0.0
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="tierkv-load")
+        self._storer = ThreadPoolExecutor(1, thread_name_prefix="tierkv-store")
+        self._looker = ThreadPoolExecutor(1, thread_name_prefix="tierkv-session")
+
+    # ---- a step
+
+    def begin_step(self, plan: Plan) -> None:
+        """Before the step computes. Loads begin, and run while it computes; in an idle step they are over when this
+        returns."""
+        self._settle()
+        self._look_for_session()
+        for number in plan.dropped_groups:
+            self._specs.pop(number, None)
+            self._groups.pop(number, None)
+        self._specs.update(plan.groups)
+        with self._lock:
+            self._finished.requests.update(plan.broken_loads)
+            self._finished.failed.update(plan.broken_loads)
+            self._failed_loads.update(plan.broken_loads)
+        for load in plan.loads:
+            if plan.is_idle:
+                self._load(load)
+            else:
+                self._loader.submit(self._load, load)
+
+    def end_step(self, plan: Plan) -> None:
+        """Behind the step's computing, which has completed as far as `PageStore.read_pages` needs it."""
+        for store in plan.stores:
+            copying = _Copying()
+            self._copies.append(copying)
+            self._storer.submit(self._store, store, copying)
+        for seal in plan.seals:
+            self._storer.submit(self._seal, seal)
+
+    def take_finished(self) -> Finished:
+        """Loads that ended since the last look."""
+        with self._lock:
+            finished, self._finished = self._finished, Finished()
+        return finished
+
+    def take_report(self) -> Report | None:
+        """What the scheduler's process is to be told; None: nothing new."""
+        with self._lock:
+            token, self._told = (self._token, self._token) if self._token != self._told else (None, self._told)
+            stored, self._stored = tuple(self._stored), []
+            not_stored, self._not_stored = tuple(self._not_stored), []
+            failed, self._failed_loads = frozenset(self._failed_loads), set()
+        if token is None and not stored and not not_stored and not failed:
+            return None
+        tokens = {} if token is None else {self.rank: token}
+        return Report(tokens=tokens, stored=stored, not_stored=not_stored, failed_loads=failed)
+
+    def take_counts(self) -> WorkerCounts:
+        with self._lock:
+            counts, self._counts = self._counts, WorkerCounts()
+        return counts
+
+    def close(self) -> None:
+        """Ends what was begun; nothing looks at the engine's pages any more when this returns."""
+        self._settle()
+        for threads in (self._loader, self._storer, self._looker):
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def _look_for_session(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._looker.submit(self._look)
+
+    def _settle(self) -> None:
+        copies, self._copies = self._copies, []
+        if not copies:
+            return
+        started = time.monotonic()
+        for copying in copies:
+            copying.settle(started + STORE_PATIENCE_SECONDS)
+        with self._lock:
+            self._counts.waited_seconds += time.monotonic() - started
+
+    # ---- in threads of ours
+
+    def _load(self, job: LoadJob) -> None:
+        started = time.monotonic()
+        loaded = self._fence.run("loading", lambda: self._load_blocks(job), 0)
+        with self._lock:
+            self._counts.loads += 1
+            self._counts.loaded_blocks += loaded
+            self._counts.failed_blocks += job.blocks - loaded
+            self._counts.load_seconds += time.monotonic() - started
+            if loaded < job.blocks:
+                self._failed_loads.add(job.request)
+                self._finished.failed_pages[job.request] = job.pages[0][loaded:]
+                self._finished.failed.add(job.request)
+            self._finished.requests.add(job.request)
+
+    def _load_blocks(self, job: LoadJob) -> int:
+        """How many of the job's blocks, from its first, are in their pages now."""
+        held, group = job.parts[self.rank], self._open(job.group)
+        with group.hold(job.grant, held.token, held.part) as lease:
+            if lease.reason is not None:
+                self._count_reason(lease.reason)
+            if lease.blocks < job.first_block + job.blocks:
+                return 0
+            valid = lease.copy_into(_Destination(self._pages, job))
+        loaded = min(max(0, valid - job.first_block), job.blocks)
+        with self._lock:
+            self._counts.loaded_bytes += loaded * group.block_bytes
+        return loaded
+
+    def _store(self, job: StoreJob, copying: _Copying) -> None:
+        started = time.monotonic()
+        broken: _Problem | None = _Problem(Reason.WIRE_ERROR)
+        problem = self._fence.run("storing", lambda: self._store_blocks(job, copying), broken)
+        copying.end()
+        with self._lock:
+            self._counts.store_seconds += time.monotonic() - started
+            if problem is None:
+                self._stored.append(Stored(request=job.request, first_block=job.first_block, blocks=job.blocks))
+            else:
+                self._not_stored.append(
+                    NotStored(request=job.request, first_block=job.first_block, reason=problem.reason)
+                )
+
+    def _store_blocks(self, job: StoreJob, copying: _Copying) -> _Problem | None:
+        """None when the node has all blocks of the job."""
+        group = self._open(job.group)
+        first, end = job.first_block, job.first_block + job.blocks
+        token_bytes = len(job.tokens) // job.blocks
+        while first < end:
+            with group.reserve_tail(
+                job.keys,
+                first_block=first,
+                tokens=job.tokens[(first - job.first_block) * token_bytes :],
+                extras={block: inputs for block, inputs in job.extras.items() if block >= first},
+                deadline_seconds=STORE_DEADLINE_SECONDS,
+            ) as ticket:
+                reason = ticket.reason
+                if ticket.granted:
+                    if not copying.begin():
+                        return _Problem(None)
+                    ticket.copy_from(_Source(self._pages, job))
+                    copying.pause()
+                first += len(ticket.states)
+                if first >= end:
+                    copying.end()
+                if ticket.granted:
+                    committed = ticket.commit()
+                    reason = committed.reason or reason
+                    self._count_stored(committed.visible + committed.staged, group.block_bytes)
+                if reason is None and not ticket.states:
+                    reason = Reason.NO_ROOM
+            if reason is not None and reason is not Reason.PENDING:
+                self._count_reason(reason)
+                return _Problem(reason)
+        return None
+
+    def _count_stored(self, blocks: int, block_bytes: int) -> None:
+        with self._lock:
+            self._counts.stored_blocks += blocks
+            self._counts.stored_bytes += blocks * block_bytes
+
+    def _seal(self, job: SealJob) -> None:
+        self._fence.run("sealing", lambda: self._open(job.group).seal(keys=job.keys), None)
+
+    def _look(self) -> None:
+        """Open a session if there is none, and remember its token."""
+        token = self._fence.run("opening a session", self._client.session_token, b"")
+        with self._lock:
+            self._token = token
+
+    def _open(self, number: int) -> Group:
+        group = self._groups.get(number)
+        if group is None:
+            spec = self._specs[number]
+            self._check(spec.identity)
+            group = self._groups[number] = open_group(self._client, spec, rank=self.rank)
+        return group
+
+    def _count_reason(self, reason: Reason) -> None:
+        with self._lock:
+            self._counts.reasons[reason] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Why blocks were not stored; None: the engine wanted its pages back."""
+
+    reason: Reason | None
+
+
+class _Destination:
+    """Takes those blocks of a lease that a job is about."""
+
+    def __init__(self, pages: PageStore, job: LoadJob) -> None:
+        self._pages = pages
+        self._job = job
+
+    def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        job = self._job
+        begin = max(first_block, job.first_block)
+        end = min(first_block + len(blocks), job.first_block + job.blocks)
+        if begin < end:
+            rows = blocks[begin - first_block : end - first_block]
+            self._pages.write_pages(rows, _part(job.pages, begin - job.first_block, end - job.first_block))
+
+
+class _Source:
+    def __init__(self, pages: PageStore, job: StoreJob) -> None:
+        self._pages = pages
+        self._job = job
+
+    def read_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        begin = first_block - self._job.first_block
+        self._pages.read_pages(_part(self._job.pages, begin, begin + len(blocks)), blocks)
+
+
+def _part(pages: Pages, begin: int, end: int) -> Pages:
+    return tuple(group[begin:end] for group in pages)
