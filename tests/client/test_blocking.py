@@ -466,6 +466,22 @@ def test_a_reserve_carries_the_tokens_and_extras_of_its_blocks_only(group: Group
         assert request.extras == {2: [b"image"]}
 
 
+def test_a_reserve_of_the_tail_asks_the_same_with_the_tokens_of_the_tail_alone(group: Group, node: FakeNode) -> None:
+    extras = {0: [b"system"], 2: [b"image"]}
+    keys = group.keys(TOKENS, extras)
+    tokens = np.array(TOKENS, "<u4").tobytes()
+    with group.reserve(TOKENS, first_block=1, extras=extras) as ticket:
+        expected = ticket.states
+    with group.reserve_tail(keys, first_block=1, tokens=tokens[4 * 4 : 16 * 4], extras=extras) as ticket:
+        assert ticket.states == expected
+    whole, tail = (msgspec.structs.replace(one, id=0, grant=b"", deadline_ms=0) for one in node.saw(Reserve))
+    assert tail == whole
+    with pytest.raises(ValueError, match=r"tokens: 64 bytes; 16 are needed for each of the blocks from 1 on.* are 3"):
+        group.reserve_tail(keys, first_block=1, tokens=tokens[:64])
+    with group.reserve_tail(keys, first_block=4, tokens=b"") as ticket:
+        assert ticket.granted == []
+
+
 def test_a_node_that_grants_other_blocks_than_were_asked_for_is_not_believed(group: Group, node: FakeNode) -> None:
     node.script[Reserve].append(
         answer(lambda asked: ReserveReply(id=asked.id, states=b"\x00", offsets=bytes(8), generations=bytes(8)))

@@ -95,13 +95,6 @@ class EngineIdentity:
             epoch=epoch,
         )
 
-    def renewed(self) -> EngineIdentity:
-        """Of the same engine after its weights were changed in place: nothing that was cached before is its own, and
-        nothing of it is kept for another process or a later run."""
-        return replace(
-            self, epoch=random_epoch(), problem="the engine's cache was reset: its weights may be others now"
-        )
-
     def check_same(self, told: Identity) -> None:
         """LayoutMismatch when what the scheduler told is not the layout that this worker has: machines that differ, or
         pipeline stages of different sizes."""
