@@ -1,11 +1,11 @@
 """Settings of a real vLLM engine for a tiny model, without an engine.
 
-Tests that need vLLM say so themselves (`pytest.importorskip("vllm")` before their other imports); the others run
-anywhere.
+Each module here begins with `pytest.importorskip("vllm")`: the stage `engines` has it, others say that they skip it.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def vllm_config(model_folder: Path) -> Any:
+@pytest.fixture(scope="session")
+def plain_config(model_folder: Path) -> Any:
+    """For tests that change nothing in it."""
     from tests.integrations.vllm.engine import engine_config
 
     return engine_config(model_folder)
+
+
+@pytest.fixture
+def vllm_config(plain_config: Any) -> Any:
+    """The test's own copy."""
+    return copy.deepcopy(plain_config)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class Adapters:
         self._data_dir = data_dir
         self._started_ns = process_started_ns() if started_ns is None else started_ns
         self._paths: dict[int, str] = {}
-        self._revoked: set[int] = set()
+        self._revoked: dict[int, Bypass] = {}
         self._seen: dict[str, _Seen] = {}
         self._waiting: set[str] = set()
         self._warned: set[str] = set()
@@ -83,15 +83,10 @@ class Adapters:
         place = _local_path(path)
         if place is None:
             return self._refuse(path, f"adapter {path} is named as a hub names it: load it from a folder")
-        if self._paths.setdefault(number, place) != place:
-            self._revoked.add(number)
-        if number in self._revoked:
-            return self._refuse(
-                place,
-                f"adapter {place}: its number ({number}) stood for other files before: load a changed adapter under "
-                "another name",
-            )
-        return self._find(number, place)
+        if self._paths.setdefault(number, place) != place and number not in self._revoked:
+            problem = f"adapter {place}: its number ({number}) stood for other files before: give it another name"
+            self._revoked[number] = self._refuse(place, problem)
+        return self._revoked.get(number) or self._find(number, place)
 
     def _find(self, number: int, place: str) -> str | Bypass:
         seen = self._seen.get(place)
@@ -110,15 +105,18 @@ class Adapters:
         if seen.refusal is not None:
             self._ask_for(place)
             return seen.refusal
-        self._revoked.add(number)
-        if self._policy is AdapterPolicy.IMMUTABLE:
-            self._warn(place, f"adapter {place}: its files changed, although adapters are declared immutable")
-            return Bypass(BypassReason.ADAPTER_CHANGED, place)
-        return self._refuse(place, f"adapter {place}: its files changed since it was first used: restart the engine")
+        immutable = self._policy is AdapterPolicy.IMMUTABLE
+        self._revoked[number] = self._refuse(
+            place,
+            f"adapter {place}: its files changed since it was first used"
+            + (', although "adapters" is "immutable"' if immutable else "; restart the engine to use it as it is now"),
+            BypassReason.ADAPTER_CHANGED if immutable else BypassReason.ADAPTER_UNPROVEN,
+        )
+        return self._revoked[number]
 
-    def _refuse(self, place: str, problem: str) -> Bypass:
+    def _refuse(self, place: str, problem: str, reason: BypassReason = BypassReason.ADAPTER_UNPROVEN) -> Bypass:
         self._warn(place, problem)
-        return Bypass(BypassReason.ADAPTER_UNPROVEN, problem)
+        return Bypass(reason, problem)
 
     def _ask_for(self, place: str) -> None:
         if place not in self._waiting:

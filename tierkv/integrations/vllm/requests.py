@@ -170,7 +170,7 @@ def _refuse(request: Any) -> Bypass | None:
     if request.resumable:
         return Bypass(BypassReason.STREAMED_INPUT)
     attributes = vars(request)
-    unknown = [name for name in attributes.keys() - KNOWN_ATTRIBUTES if attributes[name]]
+    unknown = [name for name in attributes.keys() - KNOWN_ATTRIBUTES if _is_set(attributes[name])]
     if unknown:
         return Bypass(BypassReason.UNKNOWN_INPUT, ", ".join(sorted(unknown)))
     return None
@@ -178,5 +178,11 @@ def _refuse(request: Any) -> Bypass | None:
 
 def _unknown_of_adapter(lora_request: Any) -> str:
     known = {"lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace"}
-    unknown = [name for name in lora_request.__struct_fields__ if name not in known and getattr(lora_request, name)]
-    return ", ".join(unknown)
+    return ", ".join(
+        name for name in lora_request.__struct_fields__ if name not in known and _is_set(getattr(lora_request, name))
+    )
+
+
+def _is_set(value: Any) -> bool:
+    """Whether it says anything. What isn't plain says something."""
+    return not (value is None or (isinstance(value, int | float | str | bytes | list | tuple | dict) and not value))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tierkv.integrations.file_proof import find_change, process_started_ns
 from tierkv.integrations.identity_common import digest_memory, random_epoch
 from tierkv.integrations.vllm.running_code import code_settings, file_digests, quantization_files
 from tierkv.integrations.vllm.settings import config_digest, settings_of
-from tierkv.storage.manifest import fingerprint_model
+from tierkv.storage.manifest import Progress, fingerprint_model
 
 LOADED_FROM_FILES = frozenset({"auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"})
 """Load formats that read the weight files of the model's folder, and nothing else."""
@@ -50,7 +49,7 @@ class Weights:
 class ModelFingerprint:
     """Makes `Weights` in a thread of its own. Until it is done `result` is None, and requests bypass the cache.
 
-    `started_ns` is when this process started. `close` joins the thread; hashing can't be interrupted within a file.
+    `started_ns` is when this process started (wall clock). `close` ends the reading and joins the thread.
     """
 
     def __init__(
@@ -59,12 +58,11 @@ class ModelFingerprint:
         *,
         data_dir: str | os.PathLike[str] | None = None,
         started_ns: int | None = None,
-        done: Callable[[Weights], None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._data_dir = data_dir
         self._started_ns = process_started_ns() if started_ns is None else started_ns
-        self._done = done
+        self._closing = threading.Event()
         self._result: Weights | None = None
         self._thread = threading.Thread(target=self._run, name="tierkv-fingerprint", daemon=True)
 
@@ -76,6 +74,7 @@ class ModelFingerprint:
         return self._result
 
     def close(self) -> None:
+        self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -90,17 +89,27 @@ class ModelFingerprint:
         return self._result.problem if self._result is not None else ""
 
     def _run(self) -> None:
-        weights = find_weights(self._vllm_config, data_dir=self._data_dir, started_ns=self._started_ns)
-        if weights.problem:
+        weights = find_weights(
+            self._vllm_config, data_dir=self._data_dir, started_ns=self._started_ns, progress=self._stop_if_closing
+        )
+        if weights.problem and not self._closing.is_set():
             log.warning(
                 "%s; this engine's cache is kept in memory only, and not shared with other processes", weights.problem
             )
         self._result = weights
-        if self._done is not None:
-            self._done(weights)
+
+    def _stop_if_closing(self, done_bytes: int, total_bytes: int, name: str) -> None:
+        if self._closing.is_set():
+            raise IdentityError(f"the engine ended while {name} was read")
 
 
-def find_weights(vllm_config: Any, *, data_dir: str | os.PathLike[str] | None, started_ns: int) -> Weights:
+def find_weights(
+    vllm_config: Any,
+    *,
+    data_dir: str | os.PathLike[str] | None,
+    started_ns: int,
+    progress: Progress | None = None,
+) -> Weights:
     """The weights of an engine whose process started at `started_ns`, by reading its files."""
     name = str(vllm_config.model_config.model).rstrip("/").rpartition("/")[2]
     try:
@@ -108,7 +117,7 @@ def find_weights(vllm_config: Any, *, data_dir: str | os.PathLike[str] | None, s
         model = locate_model(vllm_config)
         side_files = quantization_files(vllm_config, model.root)
         with digest_memory(data_dir) as memory:
-            manifest = fingerprint_model(model.root, memory)
+            manifest = fingerprint_model(model.root, memory, progress)
         settings |= file_digests(model.root, side_files)
         _check_unchanged(model, (*(named.name for named in manifest.signature), *side_files), started_ns)
     except IdentityError as error:
