@@ -1,15 +1,14 @@
 """The identity under which the KV of a vLLM engine is stored.
 
     weights   fingerprint of the model's weight files, which must be those that the engine loaded (`weights`)
-    config    digest of the settings that change KV (`settings`) and of the names of the layers, group by group
+    config    digest of the settings that change KV (`settings`), and of the kind and the layers of each cache group
     layout    element types, bytes of a block in each cache group, physical order, tokens of a block, and the engine:
               vLLM's release (major.minor), attention backends, device, how blocks are packed
     parallel  sizes; a rank number for each different shard
     salt      the operator's and the request's
     adapter   by the content of its files (`adapters`)
 
-Scheduler and workers make the same layout and config, each on its own; a random epoch is the scheduler's, and workers
-are told the identity by it.
+The scheduler makes it, and tells the workers. Each worker makes the layout too, and takes no other one (`check_same`).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class EngineIdentity:
         """Of an engine that `supported.check_engine` let pass. `salt` is the operator's, and parts what is cached from
         that of engines with another one."""
         settings = settings_of(vllm_config)
-        settings["layers"] = owned_layers(kv_cache_config)
+        settings["groups"] = _groups(kv_cache_config)
         try:
             config = config_digest(settings)
             adapter_config = config_digest(settings | {"adapter settings": adapter_settings_of(vllm_config)})
@@ -152,6 +151,14 @@ def join_salts(operator: str, request: str) -> str:
     if len(request) > MAX_SALT_CHARACTERS:
         return json.dumps([operator, "", blake3(json.dumps(request).encode()).hexdigest()])
     return json.dumps([operator, request])
+
+
+def _groups(kv_cache_config: Any) -> list[tuple[list[str], tuple[str, ...]]]:
+    """Of each group how much of the past it keeps, and the names of its layers."""
+    return [
+        (sorted({f"{type(spec).__name__} {spec.sliding_window}" for spec in layer_specs(group)}), names)
+        for group, names in zip(kv_cache_config.kv_cache_groups, owned_layers(kv_cache_config), strict=True)
+    ]
 
 
 def _block_bytes(kv_cache_config: Any, group: Any, order: str) -> int:

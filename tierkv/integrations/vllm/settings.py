@@ -262,12 +262,14 @@ def _is_length_free(hf_settings: dict[str, Any]) -> bool:
     return all(kind in LENGTH_FREE_ROPES for kind in _rope_kinds(hf_settings))
 
 
-def _rope_kinds(value: Any) -> list[str]:
-    """Of the model, of each of its parts and of each kind of layer."""
+def _rope_kinds(value: Any, *, of_rope: bool = False) -> list[str]:
+    """Of the model, of each of its parts and of each kind of layer. Older configurations call it `type`."""
     if not isinstance(value, dict):
         return []
-    kinds = [str(value["rope_type"])] if value.get("rope_type") is not None else []
-    old_form = value.get("rope_scaling")
-    if isinstance(old_form, dict) and "rope_type" not in old_form:
-        kinds.append(str(old_form.get("type")))
-    return kinds + [kind for item in value.values() for kind in _rope_kinds(item)]
+    kind = value.get("rope_type", value.get("type") if of_rope else None)
+    kinds = [] if kind is None else [str(kind)]
+    return kinds + [
+        kind
+        for name, item in value.items()
+        for kind in _rope_kinds(item, of_rope=of_rope or str(name).startswith("rope"))
+    ]
