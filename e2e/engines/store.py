@@ -1,0 +1,140 @@
+"""A node that vLLM servers use: what it has counted, what it ought to hold, and waiting for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from e2e.engines.harness import BASE, Answer, PromptTokens, VllmServer
+from e2e.engines.questions import QUESTIONS, ask, reusable
+from e2e.harness import Node, wait_until
+from tierkv.client import connect_operator
+from tierkv.torture.waits import NeverCame
+
+STORED_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class Hits:
+    """Tokens that the node granted, by the tier that they came from."""
+
+    host: int = 0
+    nvme: int = 0
+
+
+class Store:
+    """Keeps the books of what servers have computed: each whole block once, however often it was computed."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._blocks: dict[tuple[str, ...], int] = {}
+
+    def note(self, server: VllmServer, answer: Answer, adapter: str = "") -> None:
+        """That a server has computed this."""
+        computed = [str(token) for token in answer.computed]
+        size = server.block_tokens
+        for end in range(size, len(computed) + 1, size):
+            self._blocks[server.dtype, adapter, *computed[:end]] = size
+
+    def wait_stored(self) -> None:
+        """Until the node holds what was noted, and nothing else."""
+        expected = sum(self._blocks.values())
+        wait_until(lambda: self.num_tokens() >= expected, f"the node holds {expected} tokens", STORED_SECONDS)
+        assert self.num_tokens() == expected, "something is stored that nobody has computed, or it is stored twice"
+
+    def wait_flushed(self) -> None:
+        """Until all that was noted is on disk."""
+        self.wait_stored()
+        self.node.wait_status(lambda status: status.dirty_extents == 0, "all extents are on disk")
+
+    def wait_idle(self) -> None:
+        """Until nobody holds anything of the node."""
+        self.node.wait_status(lambda status: (status.leases, status.tickets) == (0, 0), "no lease or ticket is left")
+
+    def num_tokens(self) -> int:
+        with connect_operator(self.node.endpoint) as operator:
+            return sum(row.tokens for row in operator.usage().rows)
+
+    def num_acquires(self) -> int:
+        """Since the node's start; retries count too."""
+        status = self.node.status()
+        return int(status.counters.get("requests.Acquire", 0)) if status is not None else 0
+
+    def restart(self) -> None:
+        """After kill -9: what is on disk is all that it has."""
+        self.node.kill("supervisor")
+        self.node.start()
+
+    @contextmanager
+    def hits(self) -> Iterator[Hits]:
+        """Filled in when the block is left."""
+        found = Hits()
+        before = self._hits()
+        yield found
+        after = self._hits()
+        found.host, found.nvme = after.host - before.host, after.nvme - before.nvme
+
+    def _hits(self) -> Hits:
+        status = self.node.status()
+        assert status is not None, "the node does not answer"
+        return Hits(*(int(status.counters.get(f"hit_tokens.{tier}", 0)) for tier in ("host", "nvme")))
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A server whose every answer must be that of a vLLM without tierkv. `adapter` says which weights its adapter
+    has."""
+
+    server: VllmServer
+    store: Store
+    references: dict[str, Answer]
+    adapter: str
+
+    def ask(self, name: str, *, model: str | None = None) -> PromptTokens:
+        """Where the tokens of the prompt came from."""
+        with self.server.counted(1) as tokens:
+            answer = ask(self.server, name, model=model)
+        self.check(name, answer)
+        return tokens
+
+    def ask_again(self, name: str, *, model: str | None = None) -> PromptTokens:
+        """With nothing in vLLM's own prefix cache."""
+        self.server.reset_prefix_cache()
+        return self.ask(name, model=model)
+
+    def ask_and_store(self, name: str, *, model: str | None = None) -> PromptTokens:
+        """And see to it that the node holds what was computed."""
+        given_up = self.num_given_up()
+        tokens = self.ask(name, model=model)
+        self.see_stored(given_up, lambda: self.ask_again(name, model=model))
+        return tokens
+
+    def see_stored(self, given_up: float, ask_again: Callable[[], object]) -> None:
+        """On a busy machine a store may come too late for vLLM, which wants its blocks back, and is given up. That is
+        told (`given_up` is how often before), and it is asked again then."""
+        try:
+            self.store.wait_stored()
+        except NeverCame:
+            ask_again()
+            assert self.num_given_up() > given_up, "not everything was stored, and nothing says why"
+            self.see_stored(self.num_given_up(), ask_again)
+
+    def num_given_up(self) -> float:
+        now = self.server.metrics()
+        return now.total("vllm:tierkv_late_stores_total") + now.total("vllm:tierkv_reasons_total")
+
+    def wait_connected(self) -> None:
+        """Until the server loads from the node, which may have been away."""
+
+        def loads() -> bool:
+            return self.ask_again("help 3").external == reusable(self.references["help 3"].prompt)
+
+        wait_until(loads, f"vLLM {self.server.name} loads from the node", 120.0)
+
+    def check(self, name: str, answer: Answer) -> None:
+        expected = self.references[name]
+        assert answer.prompt == expected.prompt, "another chat template, then"
+        assert answer.tokens == expected.tokens, f"{name}: {answer.text!r} instead of {expected.text!r}"
+        if self.store.node.is_running:
+            self.store.note(self.server, answer, self.adapter if QUESTIONS[name].model != BASE else "")
