@@ -80,6 +80,7 @@ class TierkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_the_engine_does()
         options = Options.read(vllm_config.kv_transfer_config)
         check_engine(vllm_config, kv_cache_config, block_tokens=options.block_tokens)
         engine = EngineIdentity.of(vllm_config, kv_cache_config, salt=options.salt)
@@ -204,6 +205,17 @@ class TierkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         (self._scheduler_side or self._working).close()
+
+
+def _log_as_the_engine_does() -> None:
+    """What we say goes where vLLM's own lines go, and looks like them, unless somebody has arranged it otherwise."""
+    ours, engine = logging.getLogger("tierkv"), logging.getLogger("vllm")
+    if ours.handlers or logging.getLogger().handlers or not engine.handlers:
+        return
+    for handler in engine.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(engine.getEffectiveLevel())
+    ours.propagate = False
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> Plan:
