@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -42,10 +43,11 @@ class Fence:
                 return
             self._quiet_until[what] = now + QUIET_SECONDS
         log.warning(
-            "%s failed (%d times so far), the engine goes on without the cache: %s: %s",
+            "%s failed (%d times so far), the engine goes on without the cache: %s: %s\n%s",
             what,
             count,
             type(fault).__name__,
-            fault,
-            exc_info=fault,
+            str(fault),
+            # As text: a handler that keeps the fault itself keeps the frames of a copy, and with them a whole arena.
+            "".join(traceback.format_exception(fault)),
         )
