@@ -101,6 +101,7 @@ class Plan:
 class Stored:
     """The blocks [first_block, first_block + blocks) of a request are in the node, as far as this rank goes."""
 
+    rank: int
     request: str
     first_block: int
     blocks: int

@@ -7,13 +7,14 @@ the engine comes back for the answer. The one that asks is this process; the gra
     NEW       asks -> ASKED; nothing to gain: 0   -> RUNNING                        gone
     ASKED     None, until the answer or the       gives up -> RUNNING               gives up, gone: a lease that still
               deadline: GRANTED or MISSED                                           comes is given back
-    GRANTED   what the lease covers               > 0: load -> LOADING;             gives the lease back, gone
-                                                  0: gives it back -> RUNNING
+    GRANTED   what the lease covers; a holder's   > 0: load -> LOADING;             gives the lease back, gone
+              session is over: 0 -> MISSED        0: gives it back -> RUNNING
     MISSED    0                                   -> RUNNING                        gone
     LOADING   0: the load has failed -> MISSED    0: it is loaded -> RUNNING        gone; the workers end the load
     RUNNING   the engine took its pages: as NEW   -> RUNNING                        sealed, gone
 
-A request whose load has failed once is not asked about again.
+A request whose load has failed once is not asked about again. When a worker's session is another one, the node has
+restarted: what was stored of running requests is offered again, from their first block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +38,7 @@ from tierkv.integrations.connector.plan import (
     GroupSpec,
     HeldPart,
     LoadJob,
+    NotStored,
     Pages,
     Plan,
     Report,
@@ -44,6 +46,7 @@ from tierkv.integrations.connector.plan import (
     Stored,
     StoreJob,
 )
+from tierkv.integrations.connector.threads import start_threads
 from tierkv.wire.messages import Holder
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,11 @@ ASKING_THREADS = 16
 HOLDER_SECONDS = 0.5
 """So long a request waits for the workers to tell their sessions, at the start and when the node was restarted."""
 MOST_TRIES = 3
-"""How often blocks are offered again that came too late to be copied."""
+"""How often in a row blocks are offered that came too late to be copied."""
+MOST_HALF_STORED = 4_096
+"""Stores that some ranks have ended and others have not; of more the oldest are forgotten, and nobody hears of them."""
+TRANSIENT = (None, Reason.NODE_AWAY, Reason.SESSION_GONE)
+"""Why blocks were not stored that are worth offering again: there was no time, or the node has restarted."""
 MOST_GROUPS = 256
 """So many are remembered beyond those in use: one for each salt and adapter."""
 
@@ -132,6 +139,7 @@ class _State:
     stores: bool = True
     tries: int = 0
     gave_up: bool = False  # a load failed
+    is_outdated: bool = False  # computed with weights that may be others now
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,7 +174,7 @@ class PrefixScheduler:
         self._settings = settings
         self._fence = fence
         self._clock = clock
-        self._threads = ThreadPoolExecutor(ASKING_THREADS, thread_name_prefix="tierkv-ask")
+        self._threads = start_threads(ASKING_THREADS, "tierkv-ask")
         self._requests: dict[str, _State] = {}
         self._groups = _Groups(client)
         self._tokens: dict[int, bytes] = {}  # of the sessions that copy, by rank
@@ -175,7 +183,7 @@ class PrefixScheduler:
         self._loading: dict[str, Lease] = {}  # until all ranks have said that they are done
         self._failed_loads: set[str] = set()
         self._seals: list[SealJob] = []
-        self._stored: Counter[tuple[str, int, int]] = Counter()
+        self._half_stored: dict[tuple[str, int, int], set[int]] = {}
 
     # ---- a request enters, and is asked about
 
@@ -200,6 +208,8 @@ class PrefixScheduler:
             state.phase = Phase.MISSED
         if state.phase is Phase.RUNNING:
             state.phase = Phase.MISSED if state.gave_up else Phase.NEW
+        if state.phase is Phase.GRANTED and state.answer is not None and state.answer.tokens != self._tokens:
+            self._miss(state, Reason.SESSION_GONE)
         if state.phase is Phase.NEW:
             if limit <= computed:
                 return 0
@@ -298,6 +308,11 @@ class PrefixScheduler:
         assert answer is not None
         assert answer.lease is not None
         first, end = state.computed, state.computed + blocks
+        if blocks * self._settings.block_tokens != external_tokens or end > answer.blocks:
+            raise ValueError(
+                f"{external_tokens} tokens are to be loaded behind block {first}: these are no whole blocks of the "
+                f"{answer.blocks} that were promised"
+            )
         job = LoadJob(
             request=state.prompt.request,
             group=state.group,
@@ -347,7 +362,7 @@ class PrefixScheduler:
 
     def _store(self, state: _State, one: Scheduled) -> StoreJob | None:
         end = self._blocks(min(one.computed_tokens, one.known_tokens))
-        if not state.stores or end <= state.offered:
+        if not state.stores or end <= state.offered or not all(self._tokens.values()):
             return None
         pages = one.pages(state.offered, end)
         first = state.offered + _behind_gaps(pages)
@@ -367,19 +382,29 @@ class PrefixScheduler:
 
     def report(self, report: Report) -> list[tuple[str, int, int]]:
         """What the workers said. Returns (request, first block, blocks) of what all ranks have stored now."""
-        self._tokens.update(report.tokens)
-        for request in report.failed_loads:
+        self._note_sessions(report.tokens)
+        for request in report.failed_loads - self._failed_loads:
             self.counts.failed_loads += 1
             self._failed_loads.add(request)
             if (state := self._requests.get(request)) is not None:
-                state.gave_up = True
+                state.gave_up, state.offered = True, 0  # what was promised may be gone, so it is offered again
+        for stored in report.stored:
+            if (state := self._requests.get(stored.request)) is not None:
+                state.tries = 0
         for not_stored in report.not_stored:
-            state = self._requests.get(not_stored.request)
             if not_stored.reason is None:
                 self.counts.late_stores += 1
-            if state is not None:
-                self._offer_again(state, not_stored.first_block, again=not_stored.reason is None)
+            if (state := self._requests.get(not_stored.request)) is not None:
+                self._offer_again(state, not_stored)
         return [done for stored in report.stored if (done := self._count_ranks(stored)) is not None]
+
+    def _note_sessions(self, tokens: Mapping[int, bytes]) -> None:
+        """Behind another session there may be another node, or one that has lost what it had in memory."""
+        is_another = any(self._tokens.get(rank, token) != token for rank, token in tokens.items())
+        self._tokens.update(tokens)
+        if is_another:
+            for state in self._requests.values():
+                state.offered, state.tries, state.stores = 0, 0, not state.is_outdated
 
     def loaded(self, requests: Iterable[str]) -> None:
         """All ranks are done with the loads of these requests, whether they failed or not. Each rank has released its
@@ -390,21 +415,25 @@ class PrefixScheduler:
                 self._threads.submit(self._give_back, lease)
             self._failed_loads.discard(request)
 
-    def _offer_again(self, state: _State, first_block: int, *, again: bool) -> None:
+    def _offer_again(self, state: _State, not_stored: NotStored) -> None:
         """What lies behind a gap would never be found, so without the gap's blocks nothing more is stored."""
-        state.tries += 1
-        if again and state.tries < MOST_TRIES:
-            state.offered = min(state.offered, first_block)
-        else:
+        if not_stored.reason not in TRANSIENT:
             state.stores = False
+        elif not_stored.first_block < state.offered:  # no other rank, or earlier store, had the same to say
+            state.tries += 1
+            state.stores = state.tries < MOST_TRIES
+            state.offered = not_stored.first_block
 
     def _count_ranks(self, stored: Stored) -> tuple[str, int, int] | None:
         what = (stored.request, stored.first_block, stored.blocks)
-        self._stored[what] += 1
-        if self._stored[what] < self._settings.ranks:
-            return None
-        del self._stored[what]
-        return what
+        ranks = self._half_stored.setdefault(what, set())
+        ranks.add(stored.rank)
+        if len(ranks) == self._settings.ranks:
+            del self._half_stored[what]
+            return what
+        if len(self._half_stored) > MOST_HALF_STORED:
+            del self._half_stored[next(iter(self._half_stored))]
+        return None
 
     # ---- the end
 
@@ -419,7 +448,7 @@ class PrefixScheduler:
         go on without the cache."""
         for state in self._requests.values():
             self._let_go(state)
-            state.gave_up, state.stores = True, False
+            state.gave_up, state.stores, state.is_outdated = True, False, True
             if state.phase in (Phase.NEW, Phase.ASKED, Phase.GRANTED):
                 state.phase = Phase.MISSED
 
@@ -438,7 +467,7 @@ class PrefixScheduler:
     def _let_go(self, state: _State) -> None:
         """Of the question, and of the lease that it brought or may still bring."""
         asking, state.asking = state.asking, None
-        if asking is not None:
+        if asking is not None and not asking.cancel():
             asking.add_done_callback(self._discard)
         answer, state.answer = state.answer, None
         if answer is not None and answer.lease is not None:
@@ -446,7 +475,7 @@ class PrefixScheduler:
 
     def _discard(self, asking: Future[Answer]) -> None:
         """Nobody waits for the answer any more."""
-        if not asking.cancelled() and asking.exception() is None:
+        if asking.exception() is None:
             lease = asking.result().lease
             if lease is not None:
                 self._give_back(lease)

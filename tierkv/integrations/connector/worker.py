@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from tierkv.core.identity import Identity
 from tierkv.core.reasons import Reason
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import (
+    NO_PAGE,
     GroupSpec,
     LoadJob,
     NotStored,
@@ -40,6 +41,7 @@ from tierkv.integrations.connector.plan import (
     StoreJob,
 )
 from tierkv.integrations.connector.scheduler import open_group
+from tierkv.integrations.connector.threads import start_threads
 
 STORE_PATIENCE_SECONDS = 0.05
 """So long a step waits for stores that have not begun to copy. A node that answers needs a hundredth of it."""
@@ -66,6 +68,10 @@ class _Copying:
         self._changed = threading.Condition()
         self._is_copying = False
         self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
 
     def begin(self) -> bool:
         """Whether the pages may be looked at, until `pause` or `end`."""
@@ -116,7 +122,7 @@ class WorkerCounts:
 @dataclass(slots=True, kw_only=True)
 class Finished:
     """Requests whose load is over, and those of them where it failed. Where it is known which pages of the first page
-    group were not filled, `failed_pages` has them."""
+    group were not filled, `failed_pages` has them; never none."""
 
     requests: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -142,8 +148,7 @@ class PrefixWorker:
         self._client = client
         self._pages = pages
         self._fence = fence
-        self._specs: dict[int, GroupSpec] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, _KnownGroup] = {}
         self._lock = threading.Lock()
         self._finished = Finished()
         self._counts = WorkerCounts()
@@ -154,9 +159,10 @@ class PrefixWorker:
         self._told: bytes | None = None  # as the scheduler knows it
         self._copies: list[_Copying] = []
         self._look_at = 0.0
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="tierkv-load")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="tierkv-store")
-        self._looker = ThreadPoolExecutor(1, thread_name_prefix="tierkv-session")
+        self._looking: Future[None] | None = None
+        self._loader = start_threads(1, "tierkv-load")
+        self._storer = start_threads(1, "tierkv-store")
+        self._looker = start_threads(1, "tierkv-session")
 
     # ---- a step
 
@@ -165,28 +171,28 @@ class PrefixWorker:
         returns."""
         self._settle()
         self._look_for_session()
-        for number in plan.dropped_groups:
-            self._specs.pop(number, None)
-            self._groups.pop(number, None)
-        self._specs.update(plan.groups)
+        self._groups.update({number: _KnownGroup(spec=spec) for number, spec in plan.groups.items()})
         with self._lock:
             self._finished.requests.update(plan.broken_loads)
             self._finished.failed.update(plan.broken_loads)
             self._failed_loads.update(plan.broken_loads)
         for load in plan.loads:
+            group = self._groups.get(load.group)
             if plan.is_idle:
-                self._load(load)
+                self._load(load, group)
             else:
-                self._loader.submit(self._load, load)
+                self._loader.submit(self._load, load, group)
 
     def end_step(self, plan: Plan) -> None:
         """Behind the step's computing, which has completed as far as `PageStore.read_pages` needs it."""
         for store in plan.stores:
             copying = _Copying()
             self._copies.append(copying)
-            self._storer.submit(self._store, store, copying)
+            self._storer.submit(self._store, store, self._groups.get(store.group), copying)
         for seal in plan.seals:
-            self._storer.submit(self._seal, seal)
+            self._storer.submit(self._seal, seal, self._groups.get(seal.group))
+        for number in plan.dropped_groups:
+            self._groups.pop(number, None)
 
     def take_finished(self) -> Finished:
         """Loads that ended since the last look."""
@@ -218,10 +224,11 @@ class PrefixWorker:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _look_for_session(self) -> None:
+        """Begun again when the last look is over, which takes long while the node does not answer."""
         now = time.monotonic()
-        if now >= self._look_at:
+        if now >= self._look_at and (self._looking is None or self._looking.done()):
             self._look_at = now + LOOK_SECONDS
-            self._looker.submit(self._look)
+            self._looking = self._looker.submit(self._look)
 
     def _settle(self) -> None:
         copies, self._copies = self._copies, []
@@ -235,9 +242,9 @@ class PrefixWorker:
 
     # ---- in threads of ours
 
-    def _load(self, job: LoadJob) -> None:
+    def _load(self, job: LoadJob, known: _KnownGroup | None) -> None:
         started = time.monotonic()
-        loaded = self._fence.run("loading", lambda: self._load_blocks(job), 0)
+        loaded = self._fence.run("loading", lambda: self._load_blocks(job, self._open(known)), 0)
         with self._lock:
             self._counts.loads += 1
             self._counts.loaded_blocks += loaded
@@ -245,41 +252,43 @@ class PrefixWorker:
             self._counts.load_seconds += time.monotonic() - started
             if loaded < job.blocks:
                 self._failed_loads.add(job.request)
-                self._finished.failed_pages[job.request] = job.pages[0][loaded:]
                 self._finished.failed.add(job.request)
+                if pages := tuple(page for page in job.pages[0][loaded:] if page != NO_PAGE):
+                    self._finished.failed_pages[job.request] = pages
             self._finished.requests.add(job.request)
 
-    def _load_blocks(self, job: LoadJob) -> int:
+    def _load_blocks(self, job: LoadJob, group: Group) -> int:
         """How many of the job's blocks, from its first, are in their pages now."""
-        held, group = job.parts[self.rank], self._open(job.group)
+        held = job.parts[self.rank]
         with group.hold(job.grant, held.token, held.part) as lease:
             if lease.reason is not None:
                 self._count_reason(lease.reason)
-            if lease.blocks < job.first_block + job.blocks:
-                return 0
             valid = lease.copy_into(_Destination(self._pages, job))
         loaded = min(max(0, valid - job.first_block), job.blocks)
         with self._lock:
             self._counts.loaded_bytes += loaded * group.block_bytes
         return loaded
 
-    def _store(self, job: StoreJob, copying: _Copying) -> None:
+    def _store(self, job: StoreJob, known: _KnownGroup | None, copying: _Copying) -> None:
         started = time.monotonic()
-        broken: _Problem | None = _Problem(Reason.WIRE_ERROR)
-        problem = self._fence.run("storing", lambda: self._store_blocks(job, copying), broken)
+        problem: _Problem | None = _Problem(None)
+        if not copying.is_over:  # else the node need not be asked: the engine has its pages back
+            broken: _Problem | None = _Problem(Reason.WIRE_ERROR)
+            problem = self._fence.run("storing", lambda: self._store_blocks(job, self._open(known), copying), broken)
         copying.end()
         with self._lock:
             self._counts.store_seconds += time.monotonic() - started
             if problem is None:
-                self._stored.append(Stored(request=job.request, first_block=job.first_block, blocks=job.blocks))
+                self._stored.append(
+                    Stored(rank=self.rank, request=job.request, first_block=job.first_block, blocks=job.blocks)
+                )
             else:
                 self._not_stored.append(
                     NotStored(request=job.request, first_block=job.first_block, reason=problem.reason)
                 )
 
-    def _store_blocks(self, job: StoreJob, copying: _Copying) -> _Problem | None:
+    def _store_blocks(self, job: StoreJob, group: Group, copying: _Copying) -> _Problem | None:
         """None when the node has all blocks of the job."""
-        group = self._open(job.group)
         first, end = job.first_block, job.first_block + job.blocks
         token_bytes = len(job.tokens) // job.blocks
         while first < end:
@@ -315,8 +324,8 @@ class PrefixWorker:
             self._counts.stored_blocks += blocks
             self._counts.stored_bytes += blocks * block_bytes
 
-    def _seal(self, job: SealJob) -> None:
-        self._fence.run("sealing", lambda: self._open(job.group).seal(keys=job.keys), None)
+    def _seal(self, job: SealJob, known: _KnownGroup | None) -> None:
+        self._fence.run("sealing", lambda: self._open(known).seal(keys=job.keys), None)
 
     def _look(self) -> None:
         """Open a session if there is none, and remember its token."""
@@ -324,17 +333,25 @@ class PrefixWorker:
         with self._lock:
             self._token = token
 
-    def _open(self, number: int) -> Group:
-        group = self._groups.get(number)
-        if group is None:
-            spec = self._specs[number]
-            self._check(spec.identity)
-            group = self._groups[number] = open_group(self._client, spec, rank=self.rank)
-        return group
+    def _open(self, known: _KnownGroup | None) -> Group:
+        if known is None:
+            raise LookupError("a job of a group that no plan has told")
+        if known.group is None:
+            self._check(known.spec.identity)
+            known.group = open_group(self._client, known.spec, rank=self.rank)
+        return known.group
 
     def _count_reason(self, reason: Reason) -> None:
         with self._lock:
             self._counts.reasons[reason] += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _KnownGroup:
+    """Jobs keep what they need of it: it may be dropped by a later plan while they wait for their turn."""
+
+    spec: GroupSpec
+    group: Group | None = None  # once it was opened, which two threads may do at once
 
 
 @dataclass(frozen=True, slots=True)
