@@ -236,9 +236,7 @@ class Engine:
         for rank, pages in enumerate(self.pages):
             for group, memory in enumerate(pages.memory):
                 for block in range(first, end):
-                    memory[first_page + block] = page_of(
-                        self.spec, self.tokens[request], block, group=group, rank=rank
-                    )
+                    memory[first_page + block] = page_of(self.spec, self.tokens[request], block, group=group, rank=rank)
 
     def scheduled(self, request: str, *, computed: int | None = None, first_page: int = 0) -> Scheduled:
         known = len(self.tokens[request])
