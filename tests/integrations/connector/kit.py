@@ -286,3 +286,19 @@ class Engine:
             worker.close()
         for client in self._clients:
             client.close()
+
+
+def count_stored(
+    node: LivingNode, spec: GroupSpec, tokens: Sequence[int], *, rank: int = 0, page_groups: int = 1
+) -> int:
+    """How many blocks of these tokens another process of this engine finds, each of which must be right."""
+    blocks = len(tokens) // BLOCK_TOKENS
+    with connect(node.directory, timeout_seconds=20) as client:
+        group = client.open(spec.identity, rank=rank)
+        rows = np.full((blocks, page_groups * PAGE_BYTES), POISON, np.uint8)
+        with group.acquire(tokens) as lease:
+            valid = lease.copy_into(rows)
+        for block in range(valid):
+            right = [page_of(spec, tokens, block, group=group, rank=rank) for group in range(page_groups)]
+            assert np.array_equal(rows[block], np.concatenate(right)), f"block {block} holds other bytes"
+        return valid

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -52,12 +53,15 @@ class _WatchedFront(Front):
         super().__init__(control, begin, generations_fd)
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.kept_kinds: tuple[type[Request], ...] = ()
+        self.seen: Counter[str] = Counter()
         self._kept: list[tuple[bytes, bytes]] = []
         self._handle = self._service.handle
         self._service.handle = self._take  # type: ignore[method-assign]
 
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
-        if isinstance(decode_request(frame), self.kept_kinds):
+        request = decode_request(frame)
+        self.seen[type(request).__name__] += 1
+        if isinstance(request, self.kept_kinds):
             self._kept.append((peer, frame))
         else:
             self._handle(peer, frame, now)
@@ -227,7 +231,11 @@ class LivingNode:
     @property
     def used_blocks(self) -> int:
         """Blocks that are visible."""
-        return self.look(lambda state: sum(extent.host_blocks for extent in state._ledger.tree))
+        return int(self.look(lambda state: sum(extent.host_blocks for extent in state._ledger.tree)))
+
+    def count_requests(self, kind: type[Request]) -> int:
+        front = self._now_living.front
+        return self._now_living.call(lambda: front.seen[kind.__name__])
 
     def wait_until_nothing_is_held(self) -> None:
         """Releases wait for no answer, so they may still be under way."""
