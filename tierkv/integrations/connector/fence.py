@@ -26,12 +26,16 @@ class Fence:
         self._quiet_until: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def run(self, what: str, action: Callable[[], T], otherwise: T) -> T:
-        """What `action` returns, or `otherwise` if it raised."""
+    def run(
+        self, what: str, action: Callable[[], T], otherwise: T, *, tell: Callable[[Exception], object] | None = None
+    ) -> T:
+        """What `action` returns, or `otherwise` if it raised; `tell` is then told of it."""
         try:
             return action()
         except Exception as fault:  # noqa: BLE001 - whatever was raised here, the engine can answer without the cache
             self.caught(what, fault)
+            if tell is not None:
+                tell(fault)
             return otherwise
 
     def caught(self, what: str, fault: BaseException) -> None:

@@ -27,10 +27,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierkv.client import Client, Group, KeyChain, Lease
-from tierkv.client.prompt import pack_prompt
+from tierkv.client import Client, Group, Lease
 from tierkv.core.identity import Identity
-from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import (
@@ -46,7 +44,9 @@ from tierkv.integrations.connector.plan import (
     Stored,
     StoreJob,
 )
+from tierkv.integrations.connector.prefix import Prefix
 from tierkv.integrations.connector.threads import start_threads
+from tierkv.integrations.connector.transfer import open_group
 from tierkv.wire.messages import Holder
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,6 @@ an answer that comes later costs the request a step."""
 ASKING_THREADS = 16
 HOLDER_SECONDS = 0.5
 """So long a request waits for the workers to tell their sessions, at the start and when the node was restarted."""
-MOST_TRIES = 3
-"""How often in a row blocks are offered that came too late to be copied."""
 MOST_HALF_STORED = 4_096
 """Stores that some ranks have ended and others have not; of more the oldest are forgotten, and nobody hears of them."""
 TRANSIENT = (None, Reason.NODE_AWAY, Reason.SESSION_GONE)
@@ -127,7 +125,7 @@ class Answer:
 class _State:
     prompt: Prompt
     group: int
-    chain: KeyChain
+    prefix: Prefix
     phase: Phase = Phase.NEW
     computed: int = 0  # blocks that the engine had itself when it was last asked
     nvme_blocks: int = 0
@@ -135,9 +133,6 @@ class _State:
     holders_until: float = 0.0
     asking: Future[Answer] | None = None
     answer: Answer | None = None
-    offered: int = 0  # blocks from token 0 that the node has, or that a worker was told to store
-    stores: bool = True
-    tries: int = 0
     gave_up: bool = False  # a load failed
     is_outdated: bool = False  # computed with weights that may be others now
 
@@ -190,8 +185,9 @@ class PrefixScheduler:
     def add(self, prompt: Prompt) -> None:
         self.counts.requests += 1
         self._end(prompt.request)
-        chain = KeyChain(prompt.spec.identity.group_key(), self._settings.block_tokens)
-        self._requests[prompt.request] = _State(prompt=prompt, group=self._groups.take(prompt.spec), chain=chain)
+        root, block_tokens = prompt.spec.identity.group_key(), self._settings.block_tokens
+        prefix = Prefix(root, block_tokens, prompt.tokens, prompt.extras)
+        self._requests[prompt.request] = _State(prompt=prompt, group=self._groups.take(prompt.spec), prefix=prefix)
 
     def __contains__(self, request: str) -> bool:
         return request in self._requests
@@ -203,7 +199,7 @@ class PrefixScheduler:
         if state is None or not state.prompt.loads:
             return 0
         state.computed = computed = self._blocks(computed_tokens)
-        limit = (num_tokens - 1) // self._settings.block_tokens
+        limit = state.prefix.loadable_blocks(num_tokens)
         if state.phase is Phase.LOADING:
             state.phase = Phase.MISSED
         if state.phase is Phase.RUNNING:
@@ -222,7 +218,7 @@ class PrefixScheduler:
 
     def _ask(self, state: _State, limit: int) -> None:
         self.counts.asked += 1
-        keys = self._keys(state, limit)
+        keys = state.prefix.keys(limit)
         now, deadline = self._clock(), self._settings.load_deadline_seconds
         state.phase, state.until, state.holders_until = Phase.ASKED, now + deadline, now + min(deadline, HOLDER_SECONDS)
         wait((self._send(state, keys),), self._settings.patience_seconds)
@@ -242,10 +238,10 @@ class PrefixScheduler:
         if answer.reason is Reason.SESSION_GONE and answer.lease is None and now < state.holders_until:
             # A worker's session ended with the node's last incarnation, or is not known yet: a step tells the next one.
             if answer.tokens != self._tokens:
-                self._send(state, self._keys(state, limit))
+                self._send(state, state.prefix.keys(limit))
             return False
         state.asking = None
-        state.offered = max(state.offered, answer.cached_blocks)
+        state.prefix.found(answer.cached_blocks)
         if answer.lease is None:
             return self._miss(state, answer.reason)
         state.phase, state.answer = Phase.GRANTED, answer
@@ -361,22 +357,22 @@ class PrefixScheduler:
         )
 
     def _store(self, state: _State, one: Scheduled) -> StoreJob | None:
-        end = self._blocks(min(one.computed_tokens, one.known_tokens))
-        if not state.stores or end <= state.offered or not all(self._tokens.values()):
+        prefix = state.prefix
+        waiting = prefix.to_offer(min(one.computed_tokens, one.known_tokens))
+        if not waiting or not all(self._tokens.values()):
             return None
-        pages = one.pages(state.offered, end)
-        first = state.offered + _behind_gaps(pages)
-        state.offered = end
+        pages = one.pages(waiting.start, waiting.stop)
+        first, end = waiting.start + _behind_gaps(pages), waiting.stop
+        prefix.give(end)
         if first == end:
             return None
-        step = self._settings.block_tokens
         return StoreJob(
             request=one.request,
             group=state.group,
-            keys=self._keys(state, end),
+            keys=prefix.keys(end),
             first_block=first,
-            tokens=pack_prompt(state.prompt.tokens(first * step, end * step)),
-            extras={block: list(extra) for block, extra in state.prompt.extras.items() if first <= block < end},
+            tokens=prefix.packed_tokens(first, end),
+            extras=prefix.extras(first, end),
             pages=tuple(group[len(group) - (end - first) :] for group in pages),
         )
 
@@ -387,10 +383,11 @@ class PrefixScheduler:
             self.counts.failed_loads += 1
             self._failed_loads.add(request)
             if (state := self._requests.get(request)) is not None:
-                state.gave_up, state.offered = True, 0  # what was promised may be gone, so it is offered again
+                state.gave_up = True
+                state.prefix.lost(0)
         for stored in report.stored:
             if (state := self._requests.get(stored.request)) is not None:
-                state.tries = 0
+                state.prefix.stored()
         for not_stored in report.not_stored:
             if not_stored.reason is None:
                 self.counts.late_stores += 1
@@ -404,7 +401,8 @@ class PrefixScheduler:
         self._tokens.update(tokens)
         if is_another:
             for state in self._requests.values():
-                state.offered, state.tries, state.stores = 0, 0, not state.is_outdated
+                if not state.is_outdated:
+                    state.prefix.begin_again()
 
     def loaded(self, requests: Iterable[str]) -> None:
         """All ranks are done with the loads of these requests, whether they failed or not. Each rank has released its
@@ -416,13 +414,10 @@ class PrefixScheduler:
             self._failed_loads.discard(request)
 
     def _offer_again(self, state: _State, not_stored: NotStored) -> None:
-        """What lies behind a gap would never be found, so without the gap's blocks nothing more is stored."""
-        if not_stored.reason not in TRANSIENT:
-            state.stores = False
-        elif not_stored.first_block < state.offered:  # no other rank, or earlier store, had the same to say
-            state.tries += 1
-            state.stores = state.tries < MOST_TRIES
-            state.offered = not_stored.first_block
+        if not_stored.reason in TRANSIENT:
+            state.prefix.came_late(not_stored.first_block)
+        else:
+            state.prefix.end()
 
     def _count_ranks(self, stored: Stored) -> tuple[str, int, int] | None:
         what = (stored.request, stored.first_block, stored.blocks)
@@ -440,15 +435,16 @@ class PrefixScheduler:
     def finished(self, request: str) -> None:
         """The request is over, or was given up, in whatever phase."""
         state = self._end(request)
-        if state is not None and state.offered and state.phase is Phase.RUNNING:
-            self._seals.append(SealJob(group=state.group, keys=self._keys(state, state.offered)))
+        if state is not None and state.prefix.offered and state.phase is Phase.RUNNING:
+            self._seals.append(SealJob(group=state.group, keys=state.prefix.keys(state.prefix.offered)))
 
     def reset(self) -> None:
         """What was asked and stored so far is no longer right (the weights are others now). Requests that are under way
         go on without the cache."""
         for state in self._requests.values():
             self._let_go(state)
-            state.gave_up, state.stores, state.is_outdated = True, False, True
+            state.gave_up = state.is_outdated = True
+            state.prefix.end()
             if state.phase in (Phase.NEW, Phase.ASKED, Phase.GRANTED):
                 state.phase = Phase.MISSED
 
@@ -489,28 +485,10 @@ class PrefixScheduler:
     def _blocks(self, tokens: int) -> int:
         return tokens // self._settings.block_tokens
 
-    def _keys(self, state: _State, blocks: int) -> bytes:
-        """Packed keys of the first `blocks` blocks; only final tokens are asked for."""
-        if state.chain.num_blocks < blocks:
-            begin, end = state.chain.num_tokens, blocks * self._settings.block_tokens
-            state.chain.extend(state.prompt.tokens(begin, end), state.prompt.extras)
-        return state.chain.keys[: blocks * KEY_BYTES]
-
 
 def _behind_gaps(pages: Pages) -> int:
     """How many blocks to leave out, from the first, so that none of the rest lacks a page."""
     return max((len(group) - group[::-1].index(NO_PAGE) for group in pages if NO_PAGE in group), default=0)
-
-
-def open_group(client: Client, spec: GroupSpec, *, rank: int) -> Group:
-    return client.open(
-        spec.identity,
-        rank=rank,
-        model_name=spec.model_name,
-        adapter_name=spec.adapter_name,
-        manifest=spec.manifest,
-        persistent=spec.identity.is_persistent,
-    )
 
 
 class _Groups:
@@ -544,7 +522,7 @@ class _Groups:
         group = self._opened.get(number)
         if group is None:
             spec = self._specs[number]
-            group = self._opened[number] = open_group(self._client, spec, rank=0)
+            group = self._opened[number] = open_group(self._client, spec)
         return group
 
     def untold(self) -> dict[int, GroupSpec]:

@@ -40,8 +40,8 @@ from tierkv.integrations.connector.plan import (
     Stored,
     StoreJob,
 )
-from tierkv.integrations.connector.scheduler import open_group
 from tierkv.integrations.connector.threads import start_threads
+from tierkv.integrations.connector.transfer import load_blocks, open_group, store_blocks
 
 STORE_PATIENCE_SECONDS = 0.05
 """So long a step waits for stores that have not begun to copy. A node that answers needs a hundredth of it."""
@@ -261,10 +261,9 @@ class PrefixWorker:
         """How many of the job's blocks, from its first, are in their pages now."""
         held = job.parts[self.rank]
         with group.hold(job.grant, held.token, held.part) as lease:
-            if lease.reason is not None:
-                self._count_reason(lease.reason)
-            valid = lease.copy_into(_Destination(self._pages, job))
-        loaded = min(max(0, valid - job.first_block), job.blocks)
+            found = load_blocks(lease, _Destination(self._pages, job))
+        self._count_reason(found.reason)
+        loaded = min(max(0, found.blocks - job.first_block), job.blocks)
         with self._lock:
             self._counts.loaded_bytes += loaded * group.block_bytes
         return loaded
@@ -289,35 +288,21 @@ class PrefixWorker:
 
     def _store_blocks(self, job: StoreJob, group: Group, copying: _Copying) -> _Problem | None:
         """None when the node has all blocks of the job."""
-        first, end = job.first_block, job.first_block + job.blocks
-        token_bytes = len(job.tokens) // job.blocks
-        while first < end:
-            with group.reserve_tail(
-                job.keys,
-                first_block=first,
-                tokens=job.tokens[(first - job.first_block) * token_bytes :],
-                extras={block: inputs for block, inputs in job.extras.items() if block >= first},
-                deadline_seconds=STORE_DEADLINE_SECONDS,
-            ) as ticket:
-                reason = ticket.reason
-                if ticket.granted:
-                    if not copying.begin():
-                        return _Problem(None)
-                    ticket.copy_from(_Source(self._pages, job))
-                    copying.pause()
-                first += len(ticket.states)
-                if first >= end:
-                    copying.end()
-                if ticket.granted:
-                    committed = ticket.commit()
-                    reason = committed.reason or reason
-                    self._count_stored(committed.visible + committed.staged, group.block_bytes)
-                if reason is None and not ticket.states:
-                    reason = Reason.NO_ROOM
-            if reason is not None and reason is not Reason.PENDING:
-                self._count_reason(reason)
-                return _Problem(reason)
-        return None
+        given = store_blocks(
+            group,
+            _Source(self._pages, job),
+            keys=job.keys,
+            first_block=job.first_block,
+            tokens=job.tokens,
+            extras=job.extras,
+            deadline_seconds=STORE_DEADLINE_SECONDS,
+            access=copying,
+        )
+        self._count_stored(given.stored_blocks, group.block_bytes)
+        if given.is_whole:
+            return None
+        self._count_reason(given.reason)
+        return _Problem(given.reason)
 
     def _count_stored(self, blocks: int, block_bytes: int) -> None:
         with self._lock:
@@ -341,9 +326,10 @@ class PrefixWorker:
             known.group = open_group(self._client, known.spec, rank=self.rank)
         return known.group
 
-    def _count_reason(self, reason: Reason) -> None:
-        with self._lock:
-            self._counts.reasons[reason] += 1
+    def _count_reason(self, reason: Reason | None) -> None:
+        if reason is not None:
+            with self._lock:
+                self._counts.reasons[reason] += 1
 
 
 @dataclass(slots=True, kw_only=True)
