@@ -45,7 +45,7 @@ def young_adapters() -> Iterator[Adapters]:
 
 @pytest.fixture
 def promised_adapters() -> Iterator[Adapters]:
-    yield from opened(Adapters(policy=AdapterPolicy.IMMUTABLE, started_ns=EARLIER_NS))
+    yield from opened(Adapters(policy=AdapterPolicy.IMMUTABLE, started_ns=EARLIER_NS, clock_ns=lambda: LATER_NS))
 
 
 def opened(adapters: Adapters) -> Iterator[Adapters]:
@@ -169,9 +169,42 @@ def test_a_promised_adapter_that_comes_late_is_read_when_it_is_there(
 ) -> None:
     path = tmp_path / "adapter"
     assert reason_of(settle(promised_adapters, path)) is BypassReason.ADAPTER_UNREADABLE
-    make_adapter(path, b"retrained never")
-    deadline = time.monotonic() + 60
-    while reason_of(promised_adapters.find(1, str(path))) is not None:
+    make_adapter(tmp_path / "copying", b"retrained never").rename(path)
+    assert wait_until_found(promised_adapters, path) == fingerprint_adapter(path).fingerprint
+
+
+def wait_until_found(adapters: Adapters, path: Path) -> str:
+    deadline = time.monotonic() + 50
+    while True:
+        found = adapters.find(1, str(path))
+        if not isinstance(found, Bypass):
+            return found
+        assert time.monotonic() < deadline, f"the adapter was never found: {found}"
+        time.sleep(0.001)
+
+
+def test_a_promised_adapter_is_not_read_while_it_may_be_being_written(folder: Path) -> None:
+    now_ns = [folder.stat().st_ctime_ns]
+    adapters = Adapters(policy=AdapterPolicy.IMMUTABLE, clock_ns=lambda: now_ns[0])
+    try:
+        for _ in range(2):
+            wait_until_read(adapters, folder)
+            assert reason_of(adapters.find(1, str(folder))) is BypassReason.ADAPTER_PENDING
+        (folder / "adapter_model.safetensors").write_bytes(b"the rest of it too")
+        now_ns[0] = LATER_NS
+        assert wait_until_found(adapters, folder) == fingerprint_adapter(folder).fingerprint
+    finally:
+        adapters.close()
+
+
+def wait_until_read(adapters: Adapters, folder: Path) -> None:
+    """Until an answer is about the files, and not that they weren't looked at yet."""
+    deadline = time.monotonic() + 50
+    while True:
+        found = adapters.find(1, str(folder))
+        assert isinstance(found, Bypass)
+        if " changed at " in found.detail:
+            return
         assert time.monotonic() < deadline, "the adapter was never read"
         time.sleep(0.001)
 

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import KVCacheTensor, UniformTypeKVCacheSpecs
 
 from tests.integrations.vllm.engine import BLOCK_TOKENS, NUM_BLOCKS, full_attention, kv_config
-from tests.integrations.vllm.test_supported import latent, sliding
+from tests.integrations.vllm.test_supported import sliding
 from tierkv.errors import LayoutMismatch
-from tierkv.integrations.vllm.identity import EngineIdentity, Shard, join_salts, owned_layers, shard_of
+from tierkv.integrations.vllm.identity import EngineIdentity, join_salts, owned_layers, shard_rank
 from tierkv.integrations.vllm.packing import packing_name
 from tierkv.integrations.vllm.weights import Weights
 
@@ -121,33 +121,22 @@ def test_settings_of_which_no_digest_can_be_made_are_never_two_times_the_same(
     assert group_key(vllm_config, kv_cache_config) != group_key(vllm_config, kv_cache_config)
 
 
-def test_latent_attention_is_stored_by_one_rank_for_all(vllm_config: Any) -> None:
-    vllm_config.parallel_config.tensor_parallel_size = 4
-    config = kv_config(latent(), kv_tp_replicas=4)
-    assert EngineIdentity.of(vllm_config, config).parallel.shards == 1
-    assert [shard_of(worker(vllm_config, rank), config) for rank in range(4)] == [
-        Shard(rank=0, stores=rank == 0) for rank in range(4)
-    ]
-
-
-def worker(vllm_config: Any, rank: int) -> Any:
-    parallel = vllm_config.parallel_config
-    parallel.rank = rank
-    parallel.world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return parallel
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "replicas"), [(1, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 1), (4, 2, 2)])
-def test_each_share_of_a_block_has_a_number_and_one_rank_that_stores_it(
-    vllm_config: Any, tensor: int, pipeline: int, replicas: int
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (4, 1), (1, 3), (2, 3)])
+def test_each_worker_s_share_of_a_block_has_a_number(
+    vllm_config: Any, kv_cache_config: Any, tensor: int, pipeline: int
 ) -> None:
     parallel = vllm_config.parallel_config
     parallel.tensor_parallel_size, parallel.pipeline_parallel_size = tensor, pipeline
-    config = kv_config(kv_tp_replicas=replicas)
-    shards = [shard_of(worker(vllm_config, rank), config) for rank in range(tensor * pipeline)]
-    number = EngineIdentity.of(vllm_config, config).parallel.shards
-    assert [shard.rank for shard in shards if shard.stores] == list(range(number))
-    assert {shard.rank for shard in shards} == set(range(number))
+    parallel.world_size = tensor * pipeline
+    ranks = [shard_rank(with_rank(parallel, rank)) for rank in range(parallel.world_size)]
+    found = EngineIdentity.of(vllm_config, kv_cache_config).parallel
+    assert ranks == list(range(found.shards))
+    assert (found.tensor, found.pipeline) == (tensor, pipeline)
+
+
+def with_rank(parallel: Any, rank: int) -> Any:
+    parallel.rank = rank
+    return parallel
 
 
 def test_data_parallelism_does_not_matter(plain_config: Any, vllm_config: Any, kv_cache_config: Any) -> None:

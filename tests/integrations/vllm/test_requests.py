@@ -176,7 +176,7 @@ def test_an_adapter_enters_the_identity_by_content(engine: EngineIdentity, adapt
     assert found.identity.adapter == fingerprint_adapter(folder).fingerprint
     assert found.adapter_name == "adapter-1"
     assert found.identity.config != read(reader).identity.config
-    assert reader.may_store(request)
+    assert reader.still_holds(request)
 
 
 def settle(reader: RequestReader, request: Any) -> CacheableRequest | Bypass:
@@ -195,8 +195,8 @@ def test_a_running_request_is_not_stored_once_its_adapter_changed(
     request = make_request(lora_request=lora(folder))
     assert isinstance(settle(reader, request), CacheableRequest)
     (folder / "adapter_model.safetensors").write_bytes(b"others!")
-    assert not reader.may_store(request)
-    assert reader.may_store(make_request())
+    assert not reader.still_holds(request)
+    assert reader.still_holds(make_request())
 
 
 def test_an_adapter_that_is_read_in_a_way_of_its_own_bypasses_the_cache(reader: RequestReader, tmp_path: Path) -> None:

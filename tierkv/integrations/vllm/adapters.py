@@ -2,7 +2,7 @@
 
 vLLM may have loaded an adapter before its files were overwritten, and may load it again in place under the same name
 and number. So an adapter counts only when its files are older than this engine and unchanged since; or, if the operator
-promises that what lies at a path never changes, as it was when it was first seen.
+promises that what lies at a path never changes, as it was when it was first seen and had been still for two seconds.
 
 Files are hashed in a thread. What a request waits for are the stats of the folder and its few files.
 """
@@ -13,6 +13,8 @@ import logging
 import os
 import queue
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,6 +29,7 @@ from tierkv.storage.weight_files import stat_signature
 log = logging.getLogger(__name__)
 
 _FileMark = tuple[int, int, int, int, int]
+_PASSING = (BypassReason.ADAPTER_PENDING, BypassReason.ADAPTER_UNREADABLE)
 
 
 class AdapterPolicy(Enum):
@@ -56,10 +59,12 @@ class Adapters:
         policy: AdapterPolicy = AdapterPolicy.PROVEN,
         data_dir: str | os.PathLike[str] | None = None,
         started_ns: int | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._policy = policy
         self._data_dir = data_dir
         self._started_ns = process_started_ns() if started_ns is None else started_ns
+        self._clock_ns = clock_ns
         self._paths: dict[int, str] = {}
         self._revoked: dict[int, Bypass] = {}
         self._seen: dict[str, _Seen] = {}
@@ -97,7 +102,7 @@ class Adapters:
             return self._changed(number, place, seen)
         if seen.refusal is None:
             return seen.fingerprint
-        if seen.refusal.reason is BypassReason.ADAPTER_UNREADABLE:
+        if seen.refusal.reason in _PASSING:
             self._ask_for(place)
         return seen.refusal
 
@@ -128,7 +133,7 @@ class Adapters:
     def _run(self) -> None:
         while (place := self._queue.get()) is not None:
             seen = self._read(place)
-            if seen.refusal is not None:
+            if seen.refusal is not None and seen.refusal.reason is not BypassReason.ADAPTER_PENDING:
                 self._warn(place, seen.refusal.detail)
             self._seen[place] = seen
             self._waiting.discard(place)
@@ -148,14 +153,22 @@ class Adapters:
                 raise IdentityError(f"{path} is no folder on this machine: name adapters by their folder")
             names = tuple(named.name for named in stat_signature(root))
             marks = _marks(path, names)
-            changed = find_change(root, names, before_ns=self._started_ns)
-            if changed is not None and self._policy is AdapterPolicy.PROVEN:
-                return _Seen(names, marks, "", Bypass(BypassReason.ADAPTER_UNPROVEN, _unproven(path, changed)))
+            refusal = self._judge_age(root, names)
+            if refusal is not None:
+                return _Seen(names, marks, "", refusal)
             with digest_memory(self._data_dir) as memory:
                 fingerprint = fingerprint_adapter(root, memory).fingerprint
         except IdentityError as error:
             return _Seen(names, marks, "", Bypass(BypassReason.ADAPTER_UNREADABLE, str(error)))
         return _Seen(names, marks, fingerprint, None)
+
+    def _judge_age(self, root: Path, names: tuple[str, ...]) -> Bypass | None:
+        if self._policy is AdapterPolicy.PROVEN:
+            changed = find_change(root, names, before_ns=self._started_ns)
+            return None if changed is None else Bypass(BypassReason.ADAPTER_UNPROVEN, _unproven(root, changed))
+        changed = find_change(root, names, before_ns=self._clock_ns())
+        # Somebody may still be writing it, and what changes within the granularity of a clock doesn't show.
+        return None if changed is None else Bypass(BypassReason.ADAPTER_PENDING, f"adapter {root}: {changed}")
 
 
 def _local_path(path: str) -> str | None:
@@ -167,7 +180,7 @@ def _local_path(path: str) -> str | None:
     return os.path.abspath(path) if os.path.exists(path) else None
 
 
-def _unproven(path: str, changed: str) -> str:
+def _unproven(path: Path, changed: str) -> str:
     return (
         f"adapter {path}: {changed}, after or just before this engine started, so that nobody knows whether these are "
         'the files that vLLM loaded: restart the engine, or set "adapters": "immutable" in the extra configuration if '

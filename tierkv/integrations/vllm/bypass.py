@@ -10,7 +10,7 @@ class BypassReason(StrEnum):
     WEIGHTS_PENDING = "weights_pending"
     """The fingerprint of the weights is still being made: for a while after the engine started."""
     ADAPTER_PENDING = "adapter_pending"
-    """The adapter is being read for the first time."""
+    """The adapter is being read for the first time, or being written still."""
     ADAPTER_UNPROVEN = "adapter_unproven"
     """Nothing proves that the adapter's files are those that vLLM loaded."""
     ADAPTER_CHANGED = "adapter_changed"

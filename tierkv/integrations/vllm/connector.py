@@ -42,7 +42,7 @@ from tierkv.integrations.connector.worker import PrefixWorker
 from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.bypass import Bypass
 from tierkv.integrations.vllm.events import StoredEvents
-from tierkv.integrations.vllm.identity import EngineIdentity, owned_layers, shard_of
+from tierkv.integrations.vllm.identity import EngineIdentity, owned_layers, shard_rank
 from tierkv.integrations.vllm.options import Options
 from tierkv.integrations.vllm.pages import EnginePages
 from tierkv.integrations.vllm.requests import RequestReader
@@ -255,13 +255,11 @@ class SchedulerSide:
         if isinstance(read, Bypass):
             self._bypass(read)
             return
-        weights = self._fingerprint.result
-        assert weights is not None
         spec = GroupSpec(
             identity=read.identity,
-            model_name=weights.name,
+            model_name=read.model_name,
             adapter_name=read.adapter_name,
-            manifest=weights.manifest,
+            manifest=read.manifest,
         )
         self._requests[request.request_id] = request
         self._scheduler.add(
@@ -284,9 +282,14 @@ class SchedulerSide:
         nothing: int | None = 0
         return self._timed(
             "asking the node",
-            lambda: self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens),
+            lambda: self._matched(request, num_computed_tokens),
             nothing,
         )
+
+    def _matched(self, request: Any, num_computed_tokens: int) -> int | None:
+        if not self._reader.still_holds(request):
+            return 0
+        return self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens)
 
     def allotted(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._timed(
@@ -353,7 +356,7 @@ class SchedulerSide:
                 pages=lambda first, end, name=name: self._pages(tables.get_block_ids(name), first, end),  # type: ignore[misc]
             )
             for name, tokens in scheduler_output.num_scheduled_tokens.items()
-            if name in self._requests
+            if name in self._requests and self._reader.still_holds(self._requests[name])
         ]
 
     def _pages(self, block_ids: tuple[list[int], ...], first: int, end: int) -> Pages:
@@ -372,7 +375,7 @@ class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, engine: EngineIdentity) -> None:
         self._engine = engine
         self._layers = owned_layers(kv_cache_config)
-        self._rank = shard_of(vllm_config.parallel_config, kv_cache_config).rank
+        self._rank = shard_rank(vllm_config.parallel_config)
         self._fence = Fence()
         self._client = connect(options.endpoint, data_dir=options.data_dir, node_user=options.node_user)
         self._pages: EnginePages | None = None

@@ -4,7 +4,7 @@
     config    digest of the settings that change KV (`settings`), and of the kind and the layers of each cache group
     layout    element types, bytes of a block in each cache group, physical order, tokens of a block, and the engine:
               vLLM's release (major.minor), attention backends, device, how blocks are packed
-    parallel  sizes; a rank number for each different shard
+    parallel  sizes of tensor and pipeline parallelism
     salt      the operator's and the request's
     adapter   by the content of its files (`adapters`)
 
@@ -27,19 +27,10 @@ from tierkv.integrations.vllm.settings import adapter_settings_of, config_digest
 from tierkv.integrations.vllm.supported import kv_layout, layer_specs
 from tierkv.integrations.vllm.weights import Weights
 
-__all__ = ["EngineIdentity", "Shard", "shard_of", "layout_of", "owned_layers", "join_salts"]
+__all__ = ["EngineIdentity", "shard_rank", "layout_of", "owned_layers", "join_salts"]
 
 LAYOUT_VERSION = "v1"
 MAX_SALT_CHARACTERS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """`rank` is the number of a worker's share of each block, from 0. Where ranks hold the same KV (latent attention),
-    they have the same number, and only the one with `stores` gives blocks to the node."""
-
-    rank: int
-    stores: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +60,7 @@ class EngineIdentity:
             config=config,
             adapter_config=adapter_config,
             layout=layout_of(vllm_config, kv_cache_config),
-            parallel=parallel_of(vllm_config.parallel_config, kv_cache_config),
+            parallel=parallel_of(vllm_config.parallel_config),
             salt=salt,
         )
 
@@ -119,19 +110,16 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> Layout:
     )
 
 
-def parallel_of(parallel_config: Any, kv_cache_config: Any) -> Parallel:
+def parallel_of(parallel_config: Any) -> Parallel:
+    """Data parallelism does not matter: its replicas are engines of their own, and share."""
     tensor, pipeline = parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
-    return Parallel(
-        tensor=tensor, pipeline=pipeline, context=1, shards=pipeline * tensor // kv_cache_config.kv_tp_replicas
-    )
+    return Parallel(tensor=tensor, pipeline=pipeline, context=1, shards=pipeline * tensor)
 
 
-def shard_of(parallel_config: Any, kv_cache_config: Any) -> Shard:
-    """The share of the worker whose settings these are. Workers are numbered stage after stage, and within a stage by
-    their tensor-parallel rank; data parallelism does not matter."""
-    tensor, replicas = parallel_config.tensor_parallel_size, kv_cache_config.kv_tp_replicas
-    stage, tensor_rank = divmod(parallel_config.rank % parallel_config.world_size, tensor)
-    return Shard(rank=stage * (tensor // replicas) + tensor_rank // replicas, stores=tensor_rank % replicas == 0)
+def shard_rank(parallel_config: Any) -> int:
+    """The number, from 0, of the share of each block that the worker with these settings holds: stage after stage, and
+    within a stage by tensor-parallel rank. Ranks that hold the same bytes (latent attention) are counted apart."""
+    return int(parallel_config.rank % parallel_config.world_size)
 
 
 def owned_layers(kv_cache_config: Any) -> tuple[tuple[str, ...], ...]:

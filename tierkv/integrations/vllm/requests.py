@@ -130,9 +130,10 @@ class RequestReader:
             adapter_name=request.lora_request.lora_name if request.lora_request is not None else "",
         )
 
-    def may_store(self, request: Any) -> bool:
-        """Whether what a request that was cacheable computes from now on is still what its identity says: not once its
-        adapter was loaded again from other files. To be asked before each step."""
+    def still_holds(self, request: Any) -> bool:
+        """Whether the identity of a request that was cacheable is still right for what it computes from now on: not
+        once files of its adapter changed, which vLLM may load again at any time between two steps. To be asked before
+        something is loaded, and in each step before what it computes is stored."""
         return request.lora_request is None or isinstance(self._read_adapter(request.lora_request), str)
 
     def _read_adapter(self, lora_request: Any) -> str | Bypass:

@@ -195,7 +195,7 @@ USED: tuple[Used, ...] = (
     Used(
         _SPECS,
         "KVCacheConfig",
-        attributes=("kv_cache_groups", "kv_cache_tensors", "kv_cache_layout", "hash_block_size", "kv_tp_replicas"),
+        attributes=("kv_cache_groups", "kv_cache_tensors", "kv_cache_layout", "hash_block_size"),
     ),
     Used(_SPECS, "KVCacheGroupSpec", attributes=("layer_names", "kv_cache_spec", "is_eagle_group")),
     Used(_SPECS, "KVCacheTensor", attributes=("layers", "layer_stride", "block_stride")),
