@@ -283,10 +283,11 @@ class VllmServer:
     def reset_prefix_cache(self) -> None:
         """Until vLLM has forgotten every block of its own. It refuses as long as a block is in use, by a copy too."""
 
-        def has_forgotten() -> bool:
-            return bool(self._post("/reset_prefix_cache", None)["success"])
+        wait_until(self.try_reset_prefix_cache, f"vLLM {self.name} empties its prefix cache")
 
-        wait_until(has_forgotten, f"vLLM {self.name} empties its prefix cache")
+    def try_reset_prefix_cache(self) -> bool:
+        """Whether it has forgotten; False while requests use blocks of it."""
+        return bool(self._post("/reset_prefix_cache", None)["success"])
 
     def is_idle(self) -> bool:
         """Nothing runs, waits, or is being aborted."""
