@@ -35,6 +35,8 @@ USERS = 8
 SERIOUS = re.compile(r"(Traceback|(WARNING|ERROR).*(tierkv|\[(connector|scheduler|worker|fence|state)\.py))")
 AWAY = "is away, every call is a miss until it is back"
 LONGEST_PROMPT = 1_600
+SMALL_MEMORY = ("--num-gpu-blocks-override", "110")
+"""7,040 tokens: for four or five of the users' prompts, so that vLLM forgets, and preempts."""
 
 
 @dataclass(slots=True)
@@ -155,7 +157,9 @@ def main() -> int:
     given.dir.mkdir(parents=True, exist_ok=True)
     with (
         Node(given.dir, host_bytes="384MiB", nvme_bytes="4GiB", slab_bytes=None, extent_bytes=None) as node,
-        VllmServer(given.dir, model, "load", kv_transfer=tierkv_at(node.endpoint)) as server,
+        VllmServer(
+            given.dir, model, "load", kv_transfer=tierkv_at(node.endpoint), arguments=SMALL_MEMORY
+        ) as server,
     ):
         node.start()
         server.start()
