@@ -157,9 +157,7 @@ def main() -> int:
     given.dir.mkdir(parents=True, exist_ok=True)
     with (
         Node(given.dir, host_bytes="384MiB", nvme_bytes="4GiB", slab_bytes=None, extent_bytes=None) as node,
-        VllmServer(
-            given.dir, model, "load", kv_transfer=tierkv_at(node.endpoint), arguments=SMALL_MEMORY
-        ) as server,
+        VllmServer(given.dir, model, "load", kv_transfer=tierkv_at(node.endpoint), arguments=SMALL_MEMORY) as server,
     ):
         node.start()
         server.start()
