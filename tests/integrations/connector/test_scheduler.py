@@ -401,6 +401,37 @@ def test_a_request_waits_no_longer_than_its_deadline_for_an_answer(ready: Engine
     ready.node.wait_until_nothing_is_held()
 
 
+def test_a_long_queue_does_not_take_all_memory_with_leases(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stands in line is asked about when there is a place, and waits no longer than its deadline."""
+    monkeypatch.setattr("tierkv.integrations.connector.scheduler.MOST_OPEN", 2)
+    for name in ("one", "two", "three", "four"):
+        ready.add(name, TOKENS)
+    assert [ready.wait_matched(name) for name in ("one", "two")] == [CACHED] * 2
+    assert [ready.matched(name) for name in ("three", "four")] == [None] * 2
+    assert ready.scheduler.counts.asked == ready.node.num_leases == 2
+    ready.allot("one", CACHED, first_page=FIRST_PAGE)
+    assert ready.wait_matched("three") == CACHED
+    assert ready.matched("four") is None
+    ready.clock.skip(61)
+    assert ready.matched("four") == 0
+    assert ready.matched("three") == CACHED
+
+
+def test_all_first_questions_of_a_step_share_its_patience(node: LivingNode) -> None:
+    engine = Engine(node, patience_seconds=0.5)
+    try:
+        engine.introduce()
+        with node.keep_back(Acquire):
+            for number in range(20):
+                engine.add(f"r{number}", TOKENS)
+                assert engine.matched(f"r{number}") is None
+            assert engine.scheduler._patience_left == 0
+        engine.step(())
+        assert engine.scheduler._patience_left == 0.5
+    finally:
+        engine.close()
+
+
 def test_a_request_does_not_wait_for_a_node_that_is_away(node: LivingNode) -> None:
     engine = Engine(node, patience_seconds=60)
     try:

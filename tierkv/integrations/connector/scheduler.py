@@ -4,7 +4,9 @@ Nothing here waits for the node, but for at most PATIENCE_SECONDS when a request
 the engine comes back for the answer. The one that asks is this process; the grants are the workers', who copy.
 
     phase     `matched` says                      `allotted`                        `finished`
-    NEW       asks -> ASKED; nothing to gain: 0   -> RUNNING                        gone
+    NEW       asks -> ASKED; nothing to gain: 0;  -> RUNNING                        gone
+              too many are open: None, until the
+              deadline: MISSED
     ASKED     None, until the answer or the       gives up -> RUNNING               gives up, gone: a lease that still
               deadline: GRANTED or MISSED                                           comes is given back
     GRANTED   what the lease covers; a holder's   > 0: load -> LOADING;             gives the lease back, gone
@@ -52,8 +54,11 @@ from tierkv.wire.messages import Holder
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.0006
-"""So long a new request's first question may keep the engine's step waiting: enough for what is in host memory, while
-an answer that comes later costs the request a step."""
+"""So long the first questions of new requests may keep one step of the engine waiting: enough for what is in host
+memory, while an answer that comes later costs the request a step."""
+MOST_OPEN = 64
+"""So many requests are asked about, or have a lease and wait for pages, at once: a lease keeps memory from all others,
+and the engine asks for every request that waits, however long the queue."""
 ASKING_THREADS = 16
 HOLDER_SECONDS = 0.5
 """So long a request waits for the workers to tell their sessions, at the start and when the node was restarted."""
@@ -129,7 +134,7 @@ class _State:
     phase: Phase = Phase.NEW
     computed: int = 0  # blocks that the engine had itself when it was last asked
     nvme_blocks: int = 0
-    until: float = 0.0
+    until: float = 0.0  # when it has waited long enough; 0 before the first question
     holders_until: float = 0.0
     asking: Future[Answer] | None = None
     answer: Answer | None = None
@@ -171,6 +176,8 @@ class PrefixScheduler:
         self._clock = clock
         self._threads = start_threads(ASKING_THREADS, "tierkv-ask")
         self._requests: dict[str, _State] = {}
+        self._open: set[str] = set()  # those that are ASKED or GRANTED
+        self._patience_left = settings.patience_seconds  # of this step
         self._groups = _Groups(client)
         self._tokens: dict[int, bytes] = {}  # of the sessions that copy, by rank
         self._loads: list[LoadJob] = []
@@ -201,27 +208,45 @@ class PrefixScheduler:
         state.computed = computed = self._blocks(computed_tokens)
         limit = state.prefix.loadable_blocks(num_tokens)
         if state.phase is Phase.LOADING:
-            state.phase = Phase.MISSED
+            self._move(state, Phase.MISSED)
         if state.phase is Phase.RUNNING:
-            state.phase = Phase.MISSED if state.gave_up else Phase.NEW
+            self._move(state, Phase.MISSED if state.gave_up else Phase.NEW)
         if state.phase is Phase.GRANTED and state.answer is not None and state.answer.tokens != self._tokens:
             self._miss(state, Reason.SESSION_GONE)
         if state.phase is Phase.NEW:
             if limit <= computed:
                 return 0
-            self._ask(state, limit)
+            if not self._ask(state, limit):
+                return None
         if state.phase is Phase.ASKED and not self._hear(state, limit):
             return None
         if state.phase is not Phase.GRANTED or state.answer is None:
             return 0
         return max(0, min(state.answer.blocks, limit) - computed) * self._settings.block_tokens
 
-    def _ask(self, state: _State, limit: int) -> None:
-        self.counts.asked += 1
-        keys = state.prefix.keys(limit)
+    def _ask(self, state: _State, limit: int) -> bool:
+        """Whether there is more to know now: False while it stands in line."""
         now, deadline = self._clock(), self._settings.load_deadline_seconds
-        state.phase, state.until, state.holders_until = Phase.ASKED, now + deadline, now + min(deadline, HOLDER_SECONDS)
-        wait((self._send(state, keys),), self._settings.patience_seconds)
+        state.until = state.until or now + deadline
+        if len(self._open) >= MOST_OPEN:
+            return now >= state.until and self._miss(state, Reason.DEADLINE)
+        keys = state.prefix.keys(limit)
+        self.counts.asked += 1
+        self._move(state, Phase.ASKED)
+        state.holders_until = now + min(deadline, HOLDER_SECONDS)
+        started = time.monotonic()
+        wait((self._send(state, keys),), self._patience_left)
+        self._patience_left = max(0.0, self._patience_left - (time.monotonic() - started))
+        return True
+
+    def _move(self, state: _State, phase: Phase) -> None:
+        state.phase = phase
+        if phase in (Phase.ASKED, Phase.GRANTED):
+            self._open.add(state.prompt.request)
+        else:
+            self._open.discard(state.prompt.request)
+        if phase is Phase.NEW:
+            state.until = 0.0
 
     def _send(self, state: _State, keys: bytes) -> Future[Answer]:
         tokens = dict(self._tokens)
@@ -244,14 +269,15 @@ class PrefixScheduler:
         state.prefix.found(answer.cached_blocks)
         if answer.lease is None:
             return self._miss(state, answer.reason)
-        state.phase, state.answer = Phase.GRANTED, answer
+        self._move(state, Phase.GRANTED)
+        state.answer = answer
         if answer.reason is not None:
             self.counts.misses[answer.reason] += 1
         return True
 
     def _miss(self, state: _State, reason: Reason | None) -> bool:
         self._let_go(state)
-        state.phase = Phase.MISSED
+        self._move(state, Phase.MISSED)
         if reason is not None:
             self.counts.misses[reason] += 1
         return True
@@ -295,7 +321,7 @@ class PrefixScheduler:
             planned = self._fence.run("planning a load", lambda: self._load(state, external_tokens, pages), False)
         if state is not None and not planned:
             self._let_go(state)
-            state.phase = Phase.RUNNING
+            self._move(state, Phase.RUNNING)
         if external_tokens > 0 and not planned:
             self._broken.append(request)
 
@@ -319,7 +345,8 @@ class PrefixScheduler:
         )
         self._loads.append(job)
         self._loading[state.prompt.request] = answer.lease
-        state.answer, state.phase = None, Phase.LOADING
+        state.answer = None
+        self._move(state, Phase.LOADING)
         state.nvme_blocks = max(0, end - max(first, answer.blocks - answer.nvme_blocks))
         self.counts.hit_requests += 1
         self.counts.nvme_tokens += state.nvme_blocks * self._settings.block_tokens
@@ -335,6 +362,7 @@ class PrefixScheduler:
 
     def step(self, scheduled: Iterable[Scheduled], *, is_idle: bool) -> Plan:
         """What the workers are to do in this step."""
+        self._patience_left = self._settings.patience_seconds
         stores = []
         for one in scheduled:
             state = self._requests.get(one.request)
@@ -446,7 +474,7 @@ class PrefixScheduler:
             state.gave_up = state.is_outdated = True
             state.prefix.end()
             if state.phase in (Phase.NEW, Phase.ASKED, Phase.GRANTED):
-                state.phase = Phase.MISSED
+                self._move(state, Phase.MISSED)
 
     def close(self) -> None:
         for request in list(self._requests):
@@ -455,6 +483,7 @@ class PrefixScheduler:
 
     def _end(self, request: str) -> _State | None:
         state = self._requests.pop(request, None)
+        self._open.discard(request)
         if state is not None:
             self._let_go(state)
             self._groups.leave(state.group)
