@@ -43,7 +43,6 @@ from tierkv.wire.messages import Request
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
-SLAB_BYTES = 16 * PAGE_BYTES
 
 
 class _WatchedFront(Front):
@@ -87,7 +86,7 @@ class _WatchedFront(Front):
 class _Incarnation:
     """Memory, and a front on a thread of its own."""
 
-    def __init__(self, number: int, directory: Path, host_bytes: int) -> None:
+    def __init__(self, number: int, directory: Path, host_bytes: int, slab_bytes: int) -> None:
         self.number = number
         self.arena: SharedMemory = make_arena(host_bytes)
         self._generations = make_generations(host_bytes)
@@ -102,10 +101,10 @@ class _Incarnation:
             read_only=False,
             nvme_bytes=None,
             nvme_reserve_bytes=0,
-            slab_bytes=SLAB_BYTES,
-            extent_bytes=SLAB_BYTES // 2,
+            slab_bytes=slab_bytes,
+            extent_bytes=slab_bytes // 2,
             seal_after_seconds=10.0,
-            session_bytes=host_bytes,
+            session_bytes=8 * host_bytes,  # what many leases share counts for each
             inflight_writes=2,
             inflight_reads=2,
             touch_seconds=60.0,
@@ -176,8 +175,11 @@ class _Incarnation:
 class LivingNode:
     """Up when the constructor returns. Serves this process's clients in `directory`."""
 
-    def __init__(self, directory: Path, *, host_bytes: int = 64 * PAGE_BYTES) -> None:
+    def __init__(
+        self, directory: Path, *, host_bytes: int = 64 * PAGE_BYTES, slab_bytes: int = 16 * PAGE_BYTES
+    ) -> None:
         self.directory = directory
+        self._slab_bytes = slab_bytes
         self._host_bytes = host_bytes
         self._numbers = 0
         self._incarnation: _Incarnation | None = None
@@ -209,7 +211,7 @@ class LivingNode:
 
     def _begin(self) -> None:
         self._numbers += 1
-        self._incarnation = _Incarnation(self._numbers, self.directory, self._host_bytes)
+        self._incarnation = _Incarnation(self._numbers, self.directory, self._host_bytes, self._slab_bytes)
 
     close = go
 
@@ -232,6 +234,15 @@ class LivingNode:
     def used_blocks(self) -> int:
         """Blocks that are visible."""
         return int(self.look(lambda state: sum(extent.host_blocks for extent in state._ledger.tree)))
+
+    def leased_offsets(self) -> list[int]:
+        """Of all slots that a lease is on."""
+
+        def offsets(state: Any) -> list[int]:
+            answers = [lease.answer for lease in state._ledger.leases.values() if lease.answer is not None]
+            return sorted({offset for answer in answers for part in answer.parts for offset in part.offsets})
+
+        return self.look(offsets)
 
     def count_requests(self, kind: type[Request]) -> int:
         front = self._now_living.front

@@ -1,0 +1,201 @@
+"""Both sides of the connector at random, between an engine that pages and a living node that is short of room.
+
+Whatever is aborted, preempted, taken back, held up, restarted or broken: what the engine computes with is right, every
+request is answered, and nothing is left at the node.
+
+HYPOTHESIS_PROFILE=long runs it for long, at random; by default a bounded number of examples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.integrations.connector.kit import BLOCK_TOKENS, count_stored
+from tests.integrations.connector.living_node import LivingNode
+from tests.integrations.connector.paged_engine import PagedEngine
+from tierkv.wire.messages import Acquire, Commit, Release, Reserve
+from tierkv.wire.messages import Request as WireRequest
+
+IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+SETTINGS = settings(
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+    max_examples=2_000 if IS_LONG else 20,
+    stateful_step_count=80 if IS_LONG else 40,
+    derandomize=not IS_LONG,
+    deadline=None,
+    print_blob=IS_LONG,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+NODE_BLOCKS = 24
+NUM_PAGES = 14
+BRANCHES = ["00000", "00001", "00010", "00100", "01000"]
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from(BRANCHES), st.integers(1, 5), st.integers(0, BLOCK_TOKENS - 1), st.sampled_from([0, 1, 1, 6])
+    ),
+    min_size=1,
+    max_size=4,
+)
+"""Of each: a branch, how many of its blocks, tokens behind them, and tokens of the answer."""
+
+_numbers = itertools.count()
+
+
+class Machine(RuleBasedStateMachine):
+    ranks = 1
+    page_groups = 1
+
+    def __init__(self, node: LivingNode) -> None:
+        super().__init__()
+        self.node = node
+        self.held = ExitStack()
+        self.is_held = False
+        self.faults = 0
+        self.prompts: list[list[int]] = []
+
+    @initialize(has_prefix_cache=st.booleans())
+    def start(self, *, has_prefix_cache: bool) -> None:
+        self.engine = PagedEngine(
+            self.node,
+            weights=f"machine {next(_numbers)}",
+            ranks=self.ranks,
+            page_groups=self.page_groups,
+            num_pages=NUM_PAGES,
+            has_prefix_cache=has_prefix_cache,
+        )
+
+    # ---- requests
+
+    def add(self, branch: str, blocks: int, tail: int, answer: int) -> None:
+        prompt = [10 * int(digit) + offset for digit in branch[:blocks] for offset in range(BLOCK_TOKENS)]
+        prompt += [70 + offset for offset in range(tail)]
+        self.prompts.append(prompt)
+        self.engine.add(prompt, answer)
+
+    @rule(requests=REQUESTS, budget=st.integers(6, 24), count=st.integers(1, 4), waits=st.booleans())
+    def serve(self, requests: list[tuple[str, int, int, int]], budget: int, count: int, *, waits: bool) -> None:
+        for request in requests:
+            self.add(*request)
+        self.step(budget, count, waits=waits)
+
+    @rule(requests=REQUESTS)
+    def serve_to_the_end(self, requests: list[tuple[str, int, int, int]]) -> None:
+        self.let_go()
+        for request in requests:
+            self.add(*request)
+        self.engine.run_until_idle()
+
+    @rule(budget=st.integers(1, 24), count=st.integers(1, 4), waits=st.booleans())
+    def step(self, budget: int, count: int, *, waits: bool) -> None:
+        for _ in range(count):
+            self.engine.step(budget=budget, waits_for_stores=waits and not self.is_held)
+
+    @precondition(lambda self: self.engine.running or self.engine.waiting)
+    @rule(choice=st.integers(0, 99))
+    def abort(self, choice: int) -> None:
+        there = [one for one in [*self.engine.running, *self.engine.waiting] if not one.is_aborted]
+        if there:
+            self.engine.abort(there[choice % len(there)])
+
+    @precondition(lambda self: self.engine.running)
+    @rule(choice=st.integers(0, 99))
+    def preempt(self, choice: int) -> None:
+        self.engine.preempt(self.engine.running[choice % len(self.engine.running)])
+
+    # ---- the engine
+
+    @rule()
+    def empty_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    @precondition(lambda self: not self.engine.is_loading)
+    @rule()
+    def change_weights(self) -> None:
+        self.engine.change_weights()
+
+    @rule(rank=st.integers(0, 1), reads=st.booleans())
+    def break_a_copy(self, rank: int, *, reads: bool) -> None:
+        pages = self.engine.kit.pages[rank % self.ranks]
+
+        def fail() -> None:
+            pages.before_read = pages.before_write = lambda: None
+            raise OSError("a fault to order")
+
+        if reads:
+            pages.before_read = fail
+        else:
+            pages.before_write = fail
+        self.faults += 1
+
+    # ---- the node
+
+    @precondition(lambda self: not self.is_held)
+    @rule(kind=st.sampled_from([Acquire, Reserve, Commit, Release]))
+    def hold_up(self, kind: type[WireRequest]) -> None:
+        self.held.enter_context(self.node.keep_back(kind))
+        self.is_held = True
+
+    @rule()
+    def let_go(self) -> None:
+        self.held.close()
+        self.is_held = False
+
+    @rule()
+    def let_the_deadline_pass(self) -> None:
+        self.engine.kit.clock.skip(61)
+
+    @rule(choice=st.integers(0, 99))
+    def revoke(self, choice: int) -> None:
+        offsets = self.node.leased_offsets()
+        if offsets:
+            self.node.revoke(offsets[choice % len(offsets)])
+
+    @precondition(lambda self: not self.is_held)
+    @rule()
+    def restart_node(self) -> None:
+        self.node.restart_front()
+
+    def teardown(self) -> None:
+        self.held.close()
+        try:
+            self.engine.run_until_idle()
+            self.node.wait_until_nothing_is_held()
+            assert not self.engine.kit.fence.faults
+            assert sum(self.engine.kit.worker_fence.faults.values()) <= self.faults
+            for prompt in self.prompts[-3:]:
+                for rank in range(self.ranks):
+                    count_stored(self.node, self.engine.spec, prompt, rank=rank, page_groups=self.page_groups)
+        finally:
+            self.engine.close()
+
+
+class WindowMachine(Machine):
+    page_groups = 2
+
+
+class RanksMachine(Machine):
+    ranks = 2
+
+
+@pytest.mark.parametrize("machine", [Machine, WindowMachine, RanksMachine])
+def test_an_engine_with_a_cache_computes_with_right_bytes_whatever_happens(
+    machine: type[Machine], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.integrations.connector.worker.STORE_PATIENCE_SECONDS", 0.002)
+    with tempfile.TemporaryDirectory(dir=runtime_dir) as directory:
+        node = LivingNode(Path(directory), host_bytes=NODE_BLOCKS * 4096, slab_bytes=8 * 4096)
+        try:
+            run_state_machine_as_test(partial(machine, node), settings=SETTINGS)  # type: ignore[arg-type]
+        finally:
+            node.close()
