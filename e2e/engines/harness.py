@@ -371,7 +371,8 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",  # more of them share two cores badly, and another split rounds differently
+            "OMP_NUM_THREADS": "1",  # more of them share few cores badly, and another split rounds differently
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the worker takes a thread a core, whatever the line above says
             "TMPDIR": str(self._temp_dir),
             **self._variables,
         }
