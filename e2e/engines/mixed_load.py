@@ -1,7 +1,7 @@
 """Mixed load on a real vLLM with tierkv, for as long as one likes: chats that grow, shared system prompts, code,
-aborts, resets of vLLM's own cache, eight users at a time, on a node whose memory is too small for all of it.
+aborts, resets of vLLM's own cache, several users at a time, on a node whose memory is too small for all of it.
 
-    python -m e2e.engines.mixed_load --minutes 60 --dir D [--seed N] [--kill-node-every SECONDS]
+    python -m e2e.engines.mixed_load --minutes 60 --dir D [--seed N] [--users N] [--think SECONDS] [--kill-node-every SECONDS]
 
 Prints a verdict (JSON), and exits with 1 when a request was not answered, or when vLLM's log has an exception or a
 warning of ours. With --kill-node-every the node is killed (SIGKILL) and started again in between; then the warning that
@@ -31,7 +31,6 @@ from e2e.engines.harness import ServerFailed, VllmServer, tierkv_at
 from e2e.engines.questions import QUESTIONS
 from e2e.harness import Node
 
-USERS = 8
 SERIOUS = re.compile(r"(Traceback|(WARNING|ERROR).*(tierkv|\[(connector|scheduler|worker|fence|state)\.py))")
 AWAY = "is away, every call is a miss until it is back"
 LONGEST_PROMPT = 1_600
@@ -69,13 +68,18 @@ class Verdict:
 
 
 class Load:
-    """`USERS` threads, each with a conversation of its own that it drops now and then."""
+    """Threads, each with a conversation of its own that it drops now and then, and that it thinks about for up to twice
+    `think_seconds` between requests."""
 
-    def __init__(self, server: VllmServer, starts: list[list[int]], seed: int) -> None:
+    def __init__(
+        self, server: VllmServer, starts: list[list[int]], *, seed: int, users: int, think_seconds: float
+    ) -> None:
         self.verdict = Verdict()
         self._server = server
         self._starts = starts
         self._seed = seed
+        self._users = users
+        self._think_seconds = think_seconds
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._first_answers: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -83,7 +87,7 @@ class Load:
     def run(self, seconds: float, meanwhile: Callable[[float], None]) -> Verdict:
         """`meanwhile(seconds left)` is called every second."""
         began = time.monotonic()
-        users = [threading.Thread(target=self._user, args=(number,)) for number in range(USERS)]
+        users = [threading.Thread(target=self._user, args=(number,)) for number in range(self._users)]
         for user in users:
             user.start()
         try:
@@ -98,7 +102,7 @@ class Load:
         return self.verdict
 
     def _user(self, number: int) -> None:
-        chance = random.Random(self._seed * USERS + number)
+        chance = random.Random(f"{self._seed} {number}")
         prompt = list(chance.choice(self._starts))
         while not self._ending.is_set():
             kind = chance.choices(("turn", "again", "abort", "new", "reset"), (8, 4, 3, 3, 1))[0]
@@ -120,6 +124,7 @@ class Load:
                 self._ending.wait(1.0)
             with self._lock:
                 self.verdict.requests[kind] += 1
+            self._ending.wait(chance.random() * 2 * self._think_seconds)
 
     def _ask(self, prompt: list[int], new_tokens: int) -> list[int]:
         tokens = self._server.complete(prompt, new_tokens=new_tokens).tokens
@@ -151,6 +156,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--think", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--kill-node-every", type=float, default=0.0, metavar="SECONDS")
     given = parser.parse_args()
     model = fetch(Path(os.environ.get("TIERKV_CACHE", Path(__file__).parents[2] / ".cache")))
@@ -161,7 +168,7 @@ def main() -> int:
     ):
         node.start()
         server.start()
-        load = Load(server, starts_of(server), given.seed)
+        load = Load(server, starts_of(server), seed=given.seed, users=given.users, think_seconds=given.think)
         next_kill = given.minutes * 60 - given.kill_node_every
 
         def meanwhile(left: float) -> None:
