@@ -1,7 +1,8 @@
 """Mixed load on a real vLLM with tierkv, for as long as one likes: chats that grow, shared system prompts, code,
 aborts, resets of vLLM's own cache, several users at a time, on a node whose memory is too small for all of it.
 
-    python -m e2e.engines.mixed_load --minutes 60 --dir D [--seed N] [--users N] [--think SECONDS] [--kill-node-every SECONDS]
+    python -m e2e.engines.mixed_load --minutes 60 --dir D [--seed N] [--users N] [--think SECONDS]
+                                     [--kill-node-every SECONDS]
 
 Prints a verdict (JSON), and exits with 1 when a request was not answered, or when vLLM's log has an exception or a
 warning of ours. With --kill-node-every the node is killed (SIGKILL) and started again in between; then the warning that
