@@ -16,6 +16,7 @@ from tierkv.core.reasons import Reason
 from tierkv.integrations.connector.plan import NO_PAGE, NotStored, Pages, Plan, Report, SealJob, Stored
 from tierkv.integrations.connector.prefix import MOST_TRIES
 from tierkv.integrations.connector.scheduler import (
+    LINE_SECONDS,
     MOST_GROUPS,
     MOST_HALF_STORED,
     Phase,
@@ -402,7 +403,8 @@ def test_a_request_waits_no_longer_than_its_deadline_for_an_answer(ready: Engine
 
 
 def test_a_long_queue_does_not_take_all_memory_with_leases(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who stands in line is asked about when there is a place, and waits no longer than its deadline."""
+    """Who stands in line is asked about when there is a place, with the whole of its deadline before it; and doesn't
+    stand there for ever."""
     monkeypatch.setattr("tierkv.integrations.connector.scheduler.MOST_OPEN", 2)
     for name in ("one", "two", "three", "four"):
         ready.add(name, TOKENS)
@@ -412,9 +414,29 @@ def test_a_long_queue_does_not_take_all_memory_with_leases(ready: Engine, monkey
     ready.allot("one", CACHED, first_page=FIRST_PAGE)
     assert ready.wait_matched("three") == CACHED
     assert ready.matched("four") is None
-    ready.clock.skip(61)
+    ready.clock.skip(LINE_SECONDS - 1)
+    assert ready.matched("four") is None
+    ready.clock.skip(2)
     assert ready.matched("four") == 0
     assert ready.matched("three") == CACHED
+
+
+def test_a_request_that_stood_in_line_has_its_whole_deadline_for_the_answer(
+    ready: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.integrations.connector.scheduler.MOST_OPEN", 1)
+    for name in ("one", "two"):
+        ready.add(name, TOKENS)
+    assert ready.wait_matched("one") == CACHED
+    assert ready.matched("two") is None
+    ready.clock.skip(LINE_SECONDS - 1)
+    ready.allot("one", CACHED, first_page=FIRST_PAGE)
+    with ready.node.keep_back(Acquire):
+        assert ready.matched("two") is None
+        ready.clock.skip(59)
+        assert ready.matched("two") is None
+        ready.clock.skip(1.1)
+        assert ready.matched("two") == 0
 
 
 def test_all_first_questions_of_a_step_share_its_patience(node: LivingNode) -> None:

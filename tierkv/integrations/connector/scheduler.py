@@ -5,8 +5,8 @@ the engine comes back for the answer. The one that asks is this process; the gra
 
     phase     `matched` says                      `allotted`                        `finished`
     NEW       asks -> ASKED; nothing to gain: 0;  -> RUNNING                        gone
-              too many are open: None, until the
-              deadline: MISSED
+              too many are open: None, and after
+              LINE_SECONDS MISSED
     ASKED     None, until the answer or the       gives up -> RUNNING               gives up, gone: a lease that still
               deadline: GRANTED or MISSED                                           comes is given back
     GRANTED   what the lease covers; a holder's   > 0: load -> LOADING;             gives the lease back, gone
@@ -59,6 +59,9 @@ memory, while an answer that comes later costs the request a step."""
 MOST_OPEN = 64
 """So many requests are asked about, or have a lease and wait for pages, at once: a lease keeps memory from all others,
 and the engine asks for every request that waits, however long the queue."""
+LINE_SECONDS = 60.0
+"""So long a request stands in line before it goes without the cache. Those that are open wait for the engine's pages,
+which it would have to wait for as well, so it loses nothing; unless something else keeps them."""
 ASKING_THREADS = 16
 HOLDER_SECONDS = 0.5
 """So long a request waits for the workers to tell their sessions, at the start and when the node was restarted."""
@@ -134,7 +137,8 @@ class _State:
     phase: Phase = Phase.NEW
     computed: int = 0  # blocks that the engine had itself when it was last asked
     nvme_blocks: int = 0
-    until: float = 0.0  # when it has waited long enough; 0 before the first question
+    line_until: float = 0.0  # when it has stood in line long enough; 0 while it doesn't
+    until: float = 0.0  # when it has waited long enough for an answer
     holders_until: float = 0.0
     asking: Future[Answer] | None = None
     answer: Answer | None = None
@@ -227,13 +231,13 @@ class PrefixScheduler:
     def _ask(self, state: _State, limit: int) -> bool:
         """Whether there is more to know now: False while it stands in line."""
         now, deadline = self._clock(), self._settings.load_deadline_seconds
-        state.until = state.until or now + deadline
         if len(self._open) >= MOST_OPEN:
-            return now >= state.until and self._miss(state, Reason.DEADLINE)
+            state.line_until = state.line_until or now + LINE_SECONDS
+            return now >= state.line_until and self._miss(state, Reason.DEADLINE)
         keys = state.prefix.keys(limit)
         self.counts.asked += 1
         self._move(state, Phase.ASKED)
-        state.holders_until = now + min(deadline, HOLDER_SECONDS)
+        state.until, state.holders_until = now + deadline, now + min(deadline, HOLDER_SECONDS)
         started = time.monotonic()
         wait((self._send(state, keys),), self._patience_left)
         self._patience_left = max(0.0, self._patience_left - (time.monotonic() - started))
@@ -245,8 +249,7 @@ class PrefixScheduler:
             self._open.add(state.prompt.request)
         else:
             self._open.discard(state.prompt.request)
-        if phase is Phase.NEW:
-            state.until = 0.0
+        state.line_until = 0.0
 
     def _send(self, state: _State, keys: bytes) -> Future[Answer]:
         tokens = dict(self._tokens)
