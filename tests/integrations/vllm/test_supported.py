@@ -34,10 +34,6 @@ HEADS: dict[str, Any] = {
 }
 
 
-def latent(**changed: Any) -> Any:
-    return MLAAttentionSpec(**(HEADS | changed))
-
-
 def sliding(**changed: Any) -> Any:
     return SlidingWindowSpec(**(HEADS | {"sliding_window": 64} | changed))
 
@@ -54,10 +50,9 @@ def uniform(*specs: Any) -> Any:
         [full_attention()],
         [full_attention(sliding_window=64)],
         [full_attention(), sliding()],
-        [latent()],
         [uniform(full_attention(), full_attention(num_kv_heads=2))],
     ],
-    ids=["full", "full for a window", "full and sliding", "latent", "differing layers"],
+    ids=["full", "full for a window", "full and sliding", "differing layers"],
 )
 def test_attention_that_is_made_of_blocks_is_served(plain_config: Any, specs: list[Any]) -> None:
     check_engine(plain_config, kv_config(*specs))
@@ -75,7 +70,8 @@ REFUSED_SPECS: dict[str, tuple[Any, str]] = {
     "recurring window": (RSWASpec(**HEADS, rswa_window=64), "not known (RSWASpec)"),
     "hidden states": (HiddenStateCacheSpec(**HEADS), "not known (HiddenStateCacheSpec)"),
     "latent window": (SlidingWindowMLASpec(**HEADS, sliding_window=64), "not known (SlidingWindowMLASpec)"),
-    "latent of a model": (latent(model_version="deepseek_v4"), "layout of its own (deepseek_v4)"),
+    "latent": (MLAAttentionSpec(**HEADS), "latent attention (MLA)"),
+    "chunked in one group with full": (full_attention(attention_chunk_size=64), "chunked local attention"),
     "not causal": (full_attention(non_causal=True), "not causal"),
     "compressed": (full_attention(tokens_per_state=4), "one state for 4 tokens"),
     "one of many": (uniform(full_attention(), full_attention(non_causal=True)), "not causal"),
@@ -147,6 +143,14 @@ def test_a_connector_that_is_asked_for_wrongly_is_told_what_to_set(
 def test_context_parallelism_is_refused_by_its_flag(vllm_config: Any, kv_cache_config: Any, name: str) -> None:
     setattr(vllm_config.parallel_config, name, 2)
     with pytest.raises(UnsupportedEngine, match=f"--{name.replace('_', '-')} is 2"):
+        check_engine(vllm_config, kv_cache_config)
+
+
+def test_an_engine_that_does_not_reuse_prefixes_is_refused(vllm_config: Any, kv_cache_config: Any) -> None:
+    """vLLM puts it off where it would compute wrongly behind a prefix: with its reference kernels for latent attention,
+    for example. A connector is made all the same."""
+    vllm_config.cache_config.enable_prefix_caching = False
+    with pytest.raises(UnsupportedEngine, match="start without --no-enable-prefix-caching"):
         check_engine(vllm_config, kv_cache_config)
 
 

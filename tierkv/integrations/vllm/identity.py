@@ -118,7 +118,7 @@ def parallel_of(parallel_config: Any) -> Parallel:
 
 def shard_rank(parallel_config: Any) -> int:
     """The number, from 0, of the share of each block that the worker with these settings holds: stage after stage, and
-    within a stage by tensor-parallel rank. Ranks that hold the same bytes (latent attention) are counted apart."""
+    within a stage by tensor-parallel rank."""
     return int(parallel_config.rank % parallel_config.world_size)
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from tierkv.errors import UnsupportedEngine, UnsupportedModel
 
-SERVED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+SERVED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 """Exactly these classes: a class derived from one of them keeps something else."""
 SERVED_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """Those in which the bytes of one block of one layer lie together."""
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 _REASONS = {
+    "MLAAttentionSpec": "latent attention (MLA), of which no test has shown yet that it is served rightly",
     "MambaSpec": "recurrent layers (Mamba, linear attention): their state is not made of blocks of tokens",
     "ChunkedLocalAttentionSpec": "chunked local attention: its blocks are forgotten chunk by chunk",
     "CrossAttentionSpec": "cross attention: its KV depends on the encoder's input",
@@ -70,6 +71,11 @@ def _check_model(vllm_config: Any) -> None:
         raise UnsupportedModel("a diffusion language model: the KV of a token depends on the tokens behind it")
     if vllm_config.attention_config.use_non_causal:
         raise UnsupportedModel("non-causal attention: the KV of a token depends on the tokens behind it")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedEngine(
+            "vLLM's own prefix caching is off: start without --no-enable-prefix-caching. If that was not given, vLLM "
+            "has put it off itself, since it can't compute behind a cached prefix with this model and backend"
+        )
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         raise UnsupportedEngine(
             "--kv-sharing-fast-prefill skips tokens in layers that share KV: start without it to use this cache"
@@ -124,14 +130,14 @@ def _check_spec(spec: Any, where: str) -> None:
     if kind not in SERVED_SPECS:
         reason = _REASONS.get(kind, f"a kind of cache that is not known ({kind})")
         raise UnsupportedModel(f"{where} has {reason}")
+    if getattr(spec, "attention_chunk_size", None) is not None:
+        raise UnsupportedModel(f"{where} has {_REASONS['ChunkedLocalAttentionSpec']}")
     if getattr(spec, "non_causal", False):
         raise UnsupportedModel(f"{where} is not causal: the KV of a token depends on the tokens behind it")
     if spec.page_size_padded is not None and spec.page_size_padded != spec.unpadded_page_size_bytes:
         raise UnsupportedEngine(f"{where} has padded pages ({spec.page_size_padded} bytes)")
     if spec.tokens_per_state != 1:
         raise UnsupportedModel(f"{where} keeps one state for {spec.tokens_per_state} tokens")
-    if kind == "MLAAttentionSpec" and (spec.model_version is not None or spec.alignment is not None):
-        raise UnsupportedModel(f"{where} has latent attention in a layout of its own ({spec.model_version})")
 
 
 def _check_block_size(cache_config: Any, kv_cache_config: Any, wanted: int | None) -> None:

@@ -167,7 +167,7 @@ USED: tuple[Used, ...] = (
     Used(
         "vllm.config",
         "CacheConfig",
-        attributes=("block_size", "cache_dtype", "kv_cache_layout", "kv_sharing_fast_prefill"),
+        attributes=("block_size", "cache_dtype", "kv_cache_layout", "enable_prefix_caching", "kv_sharing_fast_prefill"),
     ),
     Used(
         "vllm.config",
@@ -214,7 +214,6 @@ USED: tuple[Used, ...] = (
         ),
     ),
     Used(_SPECS, "SlidingWindowSpec", attributes=("sliding_window",)),
-    Used(_SPECS, "MLAAttentionSpec", attributes=("model_version", "alignment")),
     Used(_SPECS, "UniformTypeKVCacheSpecs", attributes=("kv_cache_specs",)),
     Used(
         "vllm.distributed.kv_transfer.kv_connector.utils", "get_current_attn_backends", ("vllm_config", "layer_names")
