@@ -3,13 +3,14 @@
 value    the median over the rounds, in `unit`; `low` and `high` hold eight rounds of ten between them
 limit    the median of what it stands beside (`beside`): a plain copy, raw disk, a bare echo
 ratio    value / limit, the median of the rounds' own ratios where both were measured in each round
-bar      what the project promises: a least ratio, or a most value
+bar      what the project promises: a least or most ratio, or a most value
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from math import comb
 from pathlib import Path
 
 import msgspec
@@ -30,17 +31,27 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
     ratio: float | None = None
     least_ratio: float | None = None
+    most_ratio: float | None = None
     most: float | None = None
     note: str = ""
+    labels: dict[str, str] = {}  # what it is a figure of, for pages that put figures side by side
 
     @property
     def is_met(self) -> bool | None:
         """None: nothing is promised."""
         if self.least_ratio is not None:
             return self.ratio is not None and self.ratio >= self.least_ratio
+        if self.most_ratio is not None:
+            return self.ratio is not None and self.ratio <= self.most_ratio
         if self.most is not None:
             return self.value <= self.most
         return None
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """What has to be known beside the figures: versions, and what could not be measured."""
+
+    text: str
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +78,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     busy_after: float
     figures: tuple[Figure, ...]
     problem: str = ""
+    remarks: tuple[Remark, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +102,10 @@ def of_seconds(
     unit: str,
     beside: str = "",
     limit: Sequence[float] | None = None,
+    most_ratio: float | None = None,
     most: float | None = None,
     note: str = "",
+    labels: dict[str, str] | None = None,
 ) -> Figure:
     """A duration, in `unit`, beside another one."""
     scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
@@ -101,8 +115,10 @@ def of_seconds(
         unit=unit,
         beside=beside,
         limit=[second * scale for second in limit] if limit is not None else None,
+        most_ratio=most_ratio,
         most=most,
         note=note,
+        labels=labels,
     )
 
 
@@ -136,8 +152,10 @@ def of_values(
     beside: str = "",
     limit: Sequence[float] | None = None,
     least_ratio: float | None = None,
+    most_ratio: float | None = None,
     most: float | None = None,
     note: str = "",
+    labels: dict[str, str] | None = None,
 ) -> Figure:
     ratio = None
     if limit is not None and len(limit) == len(values):
@@ -155,8 +173,10 @@ def of_values(
         limit=statistics.median(limit) if limit is not None else None,
         ratio=ratio,
         least_ratio=least_ratio,
+        most_ratio=most_ratio,
         most=most,
         note=note,
+        labels=labels or {},
     )
 
 
@@ -164,6 +184,17 @@ def quantile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of them lie: one of the values themselves."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float, float]:
+    """Two of the values, as many below the one as above the other, that have the median of what they were drawn from
+    between them with 95 % confidence, as narrow as that allows; and the confidence, which few values make less."""
+    ordered, count = sorted(values), len(values)
+    for rank in range(max(1, count // 2), 0, -1):
+        outside = 2 * sum(comb(count, below) for below in range(rank)) / 2**count
+        if outside <= 0.05 or rank == 1:
+            break
+    return ordered[rank - 1], ordered[count - rank], 1 - outside
 
 
 def write_json(report: Report, path: Path) -> None:
@@ -179,6 +210,8 @@ def show(report: Report, console: Console) -> None:
     )
     for answer in report.answers:
         console.print(_table(answer))
+        for remark in answer.remarks:
+            console.print(remark.text, highlight=False, markup=False)
         if answer.problem:
             console.print(f"[red]ended early:[/red] {answer.problem}", highlight=False)
     console.print("all promises kept" if report.is_good else "[red]not all promises kept[/red]")
@@ -205,6 +238,8 @@ def _row(figure: Figure) -> list[str]:
     promised = ""
     if figure.least_ratio is not None:
         promised = f"ratio >= {figure.least_ratio:g}"
+    elif figure.most_ratio is not None:
+        promised = f"ratio <= {figure.most_ratio:g}"
     elif figure.most is not None:
         promised = f"<= {figure.most:g} {figure.unit}"
     verdict = {None: "", True: "[green]kept[/green]", False: "[red]missed[/red]"}[figure.is_met]

@@ -9,7 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 from benchmarks.measure import alternate
-from benchmarks.report import Answer, Figure, Machine, Report, of_rates, of_seconds, of_values, show, write_json
+from benchmarks.report import (
+    Answer,
+    Figure,
+    Machine,
+    Remark,
+    Report,
+    interval_of_median,
+    of_rates,
+    of_seconds,
+    of_values,
+    show,
+    write_json,
+)
 from rich.console import Console
 
 MACHINE = Machine(
@@ -25,9 +37,16 @@ MACHINE = Machine(
 )
 
 
-def report_of(*figures: Figure, problem: str = "") -> Report:
+def report_of(*figures: Figure, problem: str = "", remarks: tuple[Remark, ...] = ()) -> Report:
     answer = Answer(
-        benchmark="b", question="q?", seconds=1, busy_before=0, busy_after=0, figures=figures, problem=problem
+        benchmark="b",
+        question="q?",
+        seconds=1,
+        busy_before=0,
+        busy_after=0,
+        figures=figures,
+        problem=problem,
+        remarks=remarks,
     )
     return Report(machine=MACHINE, started="now", quick=True, answers=(answer,))
 
@@ -46,6 +65,8 @@ def test_rates_and_durations_keep_their_promises_in_their_own_direction() -> Non
     assert of_seconds("f", [0.002], unit="ms", most=2.0).is_met is True
     assert of_seconds("f", [0.003], unit="ms", most=2.0).is_met is False
     assert of_seconds("f", [0.003], unit="ms").is_met is None
+    assert of_seconds("f", [1.0], unit="s", beside="cold", limit=[8.0], most_ratio=1 / 8).is_met is True
+    assert of_seconds("f", [1.1], unit="s", beside="cold", limit=[8.0], most_ratio=1 / 8).is_met is False
 
 
 def test_a_missed_promise_or_an_early_end_makes_the_report_bad() -> None:
@@ -56,13 +77,29 @@ def test_a_missed_promise_or_an_early_end_makes_the_report_bad() -> None:
 
 
 def test_the_file_holds_the_report_and_the_table_every_figure(tmp_path: Path) -> None:
-    report = report_of(of_rates("copying in", 10**9, [1.0], beside="memcpy", limit=[0.5], least_ratio=0.7))
+    copying = of_rates("copying in", 10**9, [1.0], beside="memcpy", limit=[0.5], least_ratio=0.7)
+    report = report_of(copying, remarks=(Remark("beside numpy 2"),))
     write_json(report, tmp_path / "r.json")
     assert msgspec.json.decode((tmp_path / "r.json").read_bytes(), type=Report) == report
     text = io.StringIO()
     show(report, Console(file=text, width=200))
-    for expected in ("copying in", "1 GB/s", "2 memcpy", "0.50", "missed", "not all promises kept"):
+    for expected in ("copying in", "1 GB/s", "2 memcpy", "0.50", "missed", "beside numpy 2", "not all promises kept"):
         assert expected in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("count", "lowest", "confidence"),
+    [
+        (1, 0, 0.0),  # nothing is known of what one value came from
+        (5, 0, 0.9375),  # all of them, and that is not quite 95 %
+        (6, 0, 0.96875),
+        (12, 2, 0.9614),
+        (20, 5, 0.9586),
+    ],
+)
+def test_the_median_lies_between_two_values_with_a_confidence(count: int, lowest: int, confidence: float) -> None:
+    values = [float(number) for number in range(count)]
+    assert interval_of_median(values[::-1]) == (lowest, count - 1 - lowest, pytest.approx(confidence, abs=1e-4))
 
 
 def test_works_take_turns_and_the_first_round_is_a_rehearsal() -> None:
