@@ -93,10 +93,12 @@ class Request:
         with self._settings.group.acquire(keys=keys, deadline_seconds=self._settings.load_deadline_seconds) as lease:
             use.reason = lease.reason
             use.cached_tokens = lease.cached_blocks * block_tokens
+            self._prefix.found(lease.cached_blocks)
+            if lease.blocks == 0:
+                return
             destination = CacheDestination(self._shape, lease.blocks)
             loaded = load_blocks(lease, destination)
         use.reason = loaded.reason
-        self._prefix.found(lease.cached_blocks)
         if loaded.blocks < lease.blocks:
             self._prefix.lost(loaded.blocks)
         if loaded.blocks:
