@@ -71,6 +71,7 @@ class StandInGroup:
     nvme_blocks: int = 0
     max_lease_blocks: int = 1 << 30
     away: bool = False
+    pending: frozenset[int] = frozenset()  # blocks that somebody else is writing
     root: bytes = b""  # of a tenant's keys
 
     @property
@@ -114,8 +115,9 @@ class StandInGroup:
         tail = keys[first_block * KEY_BYTES :]
         assert tail == chain_keys(parent, tokens, self.identity.layout.block_tokens), "keys of other tokens"
         missing = [index for index in range(first_block, count_keys(keys)) if key_at(keys, index) not in self.stored]
-        granted = missing[: max(0, self.room_blocks - len(self.stored))]
-        reason = Reason.NO_ROOM if len(granted) < len(missing) else None
+        free = [index for index in missing if index not in self.pending]
+        granted = free[: max(0, self.room_blocks - len(self.stored))]
+        reason = Reason.NO_ROOM if len(granted) < len(free) else None if free == missing else Reason.PENDING
         yield StandInTicket(self, keys, bytes(count_keys(keys) - first_block), granted, reason)
 
     def seal(

@@ -381,6 +381,14 @@ def test_without_room_the_rest_of_the_request_is_not_stored(engine: Engine) -> N
     assert engine.generate(tokens).use.reused_tokens == 48
 
 
+def test_a_block_that_somebody_else_is_writing_does_not_end_storing(client: StandInClient) -> None:
+    engine = Engine(client, store_every_blocks=1)
+    engine.group.pending = frozenset({1})
+    result = engine.generate(prompt(64), count=2 * BLOCK + 1)
+    assert result.use.stored_blocks == 6 - 1
+    assert result.use.store_reason is None, "of the last store"
+
+
 # ---- the model that was fingerprinted is the one in use
 
 

@@ -106,6 +106,11 @@ def test_without_room_for_all_it_says_so_and_is_not_whole(group: StandInGroup, m
     assert give(group, memory) == Given(stored_blocks=2, is_whole=False, reason=Reason.NO_ROOM)
 
 
+def test_what_somebody_else_is_writing_is_no_gap(group: StandInGroup, memory: Memory) -> None:
+    group.pending = frozenset({1, 2})
+    assert give(group, memory) == Given(stored_blocks=BLOCKS - 2, is_whole=True, reason=Reason.PENDING)
+
+
 def test_memory_is_read_only_while_the_engine_lets_it_and_is_free_before_the_commit(
     group: StandInGroup, memory: Memory
 ) -> None:
