@@ -188,7 +188,12 @@ class RanksMachine(Machine):
     ranks = 2
 
 
+@pytest.mark.timeout(0 if IS_LONG else 600)
 @pytest.mark.parametrize("machine", [Machine, WindowMachine, RanksMachine])
+@pytest.mark.scenario(
+    "B024",
+    then="no page of an engine that was not written is ever computed with",
+)
 def test_an_engine_with_a_cache_computes_with_right_bytes_whatever_happens(
     machine: type[Machine], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

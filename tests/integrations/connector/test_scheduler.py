@@ -25,6 +25,8 @@ from tierkv.integrations.connector.scheduler import (
 )
 from tierkv.wire.messages import Acquire, Release, Reserve
 
+pytestmark = pytest.mark.timeout(240)  # beyond what is waited for within a test, however busy the machine is
+
 TOKENS = list(range(100, 118))  # four blocks, and half a block
 CACHED = 3 * BLOCK_TOKENS
 UNKNOWN = list(range(900, 918))
@@ -205,6 +207,10 @@ def test_the_engine_has_pages_and_wants_no_load(story: Story, phase: Phase) -> N
 
 
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.scenario(
+    "B072",
+    then="a request may be aborted in every phase, and nothing is left at the node",
+)
 def test_a_request_ends_or_is_aborted(story: Story, phase: Phase) -> None:
     PHASES[phase](story)
     story.engine.scheduler.finished("r")
@@ -219,6 +225,10 @@ def test_a_request_ends_or_is_aborted(story: Story, phase: Phase) -> None:
         (Phase.MISSED, Outcome(Phase.MISSED, 0)),
         (Phase.RUNNING, Outcome(Phase.GRANTED, CACHED)),
     ],
+)
+@pytest.mark.scenario(
+    "B076",
+    then="it is asked about as a new one, and gets a lease of its own",
 )
 def test_a_request_runs_is_preempted_and_asked_about_anew(story: Story, phase: Phase, outcome: Outcome) -> None:
     PHASES[phase](story)
@@ -302,6 +312,10 @@ def test_the_node_goes_away_while_a_request_waits_for_its_answer(story: Story, *
         (Phase.LOADING, Outcome(Phase.MISSED, 0)),
         (Phase.RUNNING, Outcome(Phase.MISSED, 0)),
     ],
+)
+@pytest.mark.scenario(
+    "B078",
+    then="nothing that was asked or stored before is used, in whatever phase a request is",
 )
 def test_the_cache_is_reset(story: Story, phase: Phase, outcome: Outcome) -> None:
     """Nothing that was stored before is used, and nothing that was computed before is stored."""
@@ -493,6 +507,10 @@ def test_a_holder_that_has_ended_is_asked_for_under_its_next_session(ready: Engi
     wait_for(lambda: ready.matched("r") == 0, "nobody can copy")
 
 
+@pytest.mark.scenario(
+    "B199",
+    then="the scheduler makes the keys once, and an answer is what all ranks have",
+)
 def test_all_ranks_are_asked_for_together(node: LivingNode) -> None:
     engine = Engine(node, ranks=2)
     try:
@@ -582,6 +600,10 @@ def test_a_load_whose_pages_cannot_be_told_is_planned_to_fail(ready: Engine) -> 
     ready.node.wait_until_nothing_is_held()
 
 
+@pytest.mark.scenario(
+    "B074",
+    then="the load goes on into pages that the engine keeps for it, ends, and is given back",
+)
 def test_a_load_goes_on_when_its_request_was_aborted_and_ends(ready: Engine) -> None:
     """The engine keeps the pages for so long."""
     gate = Gate()

@@ -46,6 +46,8 @@ from tierkv.integrations.connector.plan import (
 from tierkv.integrations.connector.worker import Finished, PrefixWorker
 from tierkv.wire.messages import Commit, Holder, LeasePart, Request, Reserve, Seal
 
+pytestmark = pytest.mark.timeout(240)  # beyond what is waited for within a test, however busy the machine is
+
 TOKENS = list(range(100, 118))
 BLOCKS = 4
 FIRST_PAGE = 8
@@ -147,6 +149,9 @@ class Bench:
         )
 
     def close(self) -> None:
+        for waits in (self.pages.before_read, self.pages.before_write):
+            if isinstance(waits, Gate):
+                waits.opened.set()
         self.worker.close()
         self.client.close()
         self.asker.close()
@@ -179,6 +184,10 @@ def going_on(action: Callable[[], None]) -> Iterator[threading.Thread]:
 # ---- the next step begins, and a store is ...
 
 
+@pytest.mark.scenario(
+    "B038",
+    then="the step that may reuse the pages gives up a store that has not begun, and nothing of it is published",
+)
 def test_not_begun_so_it_never_looks_at_the_pages(bench: Bench) -> None:
     """Another job's reservation is in its way."""
     bench.compute()
@@ -205,6 +214,10 @@ def test_reserving_so_it_is_given_up_when_the_patience_is_over(bench: Bench) -> 
     bench.node.wait_until_nothing_is_held()
 
 
+@pytest.mark.scenario(
+    "B038",
+    then="the step that may reuse the pages waits for a copy that has begun",
+)
 def test_copying_so_the_step_waits_for_the_end_of_the_copy(bench: Bench) -> None:
     gate = Gate()
     bench.compute()
@@ -263,6 +276,10 @@ def test_between_two_tickets_so_the_rest_is_given_up(
     bench.node.wait_until_nothing_is_held()
 
 
+@pytest.mark.scenario(
+    "B263",
+    then="a step waits for stores that have not begun for 50 ms in all, and for copies in memory",
+)
 def test_a_frozen_node_holds_up_a_step_for_its_patience_only(bench: Bench) -> None:
     bench.compute()
     with bench.node.frozen():
@@ -538,6 +555,10 @@ def test_a_part_that_cannot_be_right_is_a_failed_load(bench: Bench, change: Call
 
 @pytest.mark.parametrize("revoked", range(BLOCKS))
 @pytest.mark.parametrize("during", ["before the copy", "during the copy"])
+@pytest.mark.scenario(
+    "B031",
+    then="the load says which pages it has not filled, and those before them are right",
+)
 def test_a_block_that_was_taken_back_fails_with_all_behind_it(bench: Bench, revoked: int, during: str) -> None:
     bench.seed()
     job = bench.load_job()

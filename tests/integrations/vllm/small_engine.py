@@ -106,7 +106,7 @@ class SmallEngine:
             self.step()
             return bool(condition())
 
-        wait_for(is_so, what)
+        wait_for(is_so, what, 150)
 
     def wait_stored(self) -> None:
         """Until what was computed is stored, without a step, which would give up what has not begun."""

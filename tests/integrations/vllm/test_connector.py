@@ -22,6 +22,8 @@ from tests.integrations.vllm.small_engine import SmallEngine
 from tests.integrations.vllm.test_supported import sliding
 from tierkv.core.reasons import Reason
 
+pytestmark = pytest.mark.timeout(400)  # beyond what is waited for within a test, however busy the machine is
+
 PROMPT = [(7 * index) % 101 for index in range(3 * BLOCK_TOKENS + 5)]
 NODE_BYTES = 64 * 2**14
 
@@ -134,6 +136,10 @@ def test_a_load_that_cannot_be_planned_is_computed(engine: SmallEngine, node: Li
     node.wait_until_nothing_is_held()
 
 
+@pytest.mark.scenario(
+    "B074",
+    then="vLLM has its blocks back when the load has ended, and not before",
+)
 def test_a_request_that_is_aborted_while_it_is_loaded_keeps_its_blocks_until_the_end(
     vllm_config: Any, node: LivingNode
 ) -> None:
@@ -166,6 +172,14 @@ def test_a_request_that_is_aborted_while_it_is_loaded_keeps_its_blocks_until_the
         engine.close()
 
 
+@pytest.mark.scenario(
+    "B038",
+    then="under vLLM's own scheduler every block that is computed with is right",
+)
+@pytest.mark.scenario(
+    "B076",
+    then="under vLLM's own scheduler a request that was preempted is answered, with right blocks",
+)
 def test_requests_that_are_preempted_and_resumed_are_answered_with_right_blocks(
     vllm_config: Any, node: LivingNode
 ) -> None:
@@ -229,6 +243,10 @@ def test_a_node_that_is_away_from_the_start_costs_nobody_an_answer(engine: Small
     wait_until_served(engine)
 
 
+@pytest.mark.scenario(
+    "B011",
+    then="behind a reset with the connector nothing from before is found, and what runs stores nothing",
+)
 def test_a_reset_of_the_connector_too_makes_everything_cold(engine: SmallEngine, node: LivingNode) -> None:
     """As behind an update of the weights in place, with requests under way."""
     cool(engine)

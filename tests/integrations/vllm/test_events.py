@@ -23,6 +23,8 @@ from tierkv.integrations.vllm.events import MOST_PENDING, StoredEvents
 
 __all__ = ["node"]
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture
 def engine(vllm_config: Any, node: LivingNode) -> Iterator[SmallEngine]:
