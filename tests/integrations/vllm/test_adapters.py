@@ -237,3 +237,20 @@ def test_looking_for_a_known_adapter_opens_no_file(
     monkeypatch.setattr("builtins.open", None)
     monkeypatch.setattr(os, "open", None)
     assert adapters.find(1, str(folder)) == known
+
+
+def test_where_adapters_can_be_exchanged_under_running_requests_none_is_proven(folder: Path) -> None:
+    for exchangeable in (True, False):
+        for adapters in opened(Adapters(started_ns=LATER_NS, exchangeable=exchangeable)):
+            found = settle(adapters, folder)
+            if exchangeable:
+                assert isinstance(found, Bypass)
+                assert found.reason is BypassReason.ADAPTER_UNPROVEN
+                assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in found.detail
+            else:
+                assert isinstance(found, str)
+    promised = Adapters(
+        policy=AdapterPolicy.IMMUTABLE, exchangeable=True, started_ns=EARLIER_NS, clock_ns=lambda: LATER_NS
+    )
+    for adapters in opened(promised):
+        assert isinstance(settle(adapters, folder), str)

@@ -32,6 +32,12 @@ _FileMark = tuple[int, int, int, int, int]
 _PASSING = (BypassReason.ADAPTER_PENDING, BypassReason.ADAPTER_UNREADABLE)
 
 
+EXCHANGEABLE = (
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING lets adapters be loaded in place of others while requests of theirs run, and "
+    'vLLM tells nobody; unset it, or say "adapters": "immutable"'
+)
+
+
 class AdapterPolicy(Enum):
     PROVEN = "proven"
     """Only adapters whose files are older than the engine."""
@@ -50,17 +56,20 @@ class _Seen:
 
 
 class Adapters:
-    """The adapters that requests named so far. `find` is for one thread, the scheduler's. `close` joins the thread that
+    """The adapters that requests named so far. `exchangeable`: one may be loaded in place of another while the engine
+    runs, which leaves nothing to prove. `find` is for one thread, the scheduler's. `close` joins the thread that
     reads files, which is started with the first adapter."""
 
     def __init__(
         self,
         *,
         policy: AdapterPolicy = AdapterPolicy.PROVEN,
+        exchangeable: bool = False,
         data_dir: str | os.PathLike[str] | None = None,
         started_ns: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        self._unprovable = exchangeable and policy is AdapterPolicy.PROVEN
         self._policy = policy
         self._data_dir = data_dir
         self._started_ns = process_started_ns() if started_ns is None else started_ns
@@ -88,6 +97,8 @@ class Adapters:
         place = _local_path(path)
         if place is None:
             return self._refuse(path, f"adapter {path} is named as a hub names it: load it from a folder")
+        if self._unprovable:
+            return self._refuse(place, f"adapter {place}: {EXCHANGEABLE}")
         if self._paths.setdefault(number, place) != place and number not in self._revoked:
             problem = f"adapter {place}: its number ({number}) stood for other files before: give it another name"
             self._revoked[number] = self._refuse(place, problem)

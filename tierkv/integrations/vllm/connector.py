@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -231,7 +232,11 @@ class SchedulerSide:
         self._engine = engine
         self._fingerprint = ModelFingerprint(vllm_config, data_dir=options.data_dir)
         self._fingerprint.start()
-        self._adapters = Adapters(policy=options.adapters, data_dir=options.data_dir)
+        self._adapters = Adapters(
+            policy=options.adapters,
+            exchangeable=envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+            data_dir=options.data_dir,
+        )
         self._reader = RequestReader(engine, self._fingerprint, self._adapters)
         self._client = connect(options.endpoint, data_dir=options.data_dir, node_user=options.node_user)
         self._scheduler = PrefixScheduler(

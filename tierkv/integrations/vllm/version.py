@@ -183,6 +183,7 @@ USED: tuple[Used, ...] = (
         ),
     ),
     Used("vllm.config", "AttentionConfig", attributes=("use_non_causal",)),
+    Used("vllm", "envs", attributes=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",)),
     Used("vllm.config", "LoadConfig", attributes=("load_format", "download_dir")),
     Used(
         "vllm.config",
