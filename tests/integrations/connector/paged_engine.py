@@ -117,11 +117,9 @@ class PagedEngine:
 
     def add(self, prompt: list[int], answer: int) -> None:
         self._names += 1
-        request = Request(f"r{self._names}", list(prompt), len(prompt) + answer)
-        self._engine.add(request.name, [], spec=self._spec)
-        self._engine.tokens[request.name] = request.tokens
-        state = self._engine.scheduler._requests[request.name]
-        object.__setattr__(state.prompt, "tokens", lambda begin, end: request.tokens[begin:end])
+        name = f"r{self._names}"
+        self._engine.add(name, prompt, spec=self._spec)
+        request = Request(name, self._engine.tokens[name], len(prompt) + answer)
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
