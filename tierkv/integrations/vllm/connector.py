@@ -320,14 +320,16 @@ class SchedulerSide:
         return plan
 
     def hear(self, connector_output: Any) -> None:
-        def hear() -> None:
-            metadata = connector_output.kv_connector_worker_meta
-            if metadata is not None:
-                for request, first_block, blocks in self._scheduler.report(metadata.report):
-                    self.events.stored(request, first_block, blocks)
-            self._scheduler.loaded(connector_output.finished_recving or ())
+        """Two things, so that a fault in the one leaves the other as it is."""
+        metadata = connector_output.kv_connector_worker_meta
+        if metadata is not None:
+            self._timed("hearing the workers", lambda: self._hear(metadata.report), None)
+        ended = connector_output.finished_recving or ()
+        self._timed("hearing of loads", lambda: self._scheduler.loaded(ended), None)
 
-        self._timed("hearing the workers", hear, None)
+    def _hear(self, report: Report) -> None:
+        for request, first_block, blocks in self._scheduler.report(report):
+            self.events.stored(request, first_block, blocks)
 
     def finished(self, request: Any) -> None:
         self._requests.pop(request.request_id, None)
