@@ -21,7 +21,7 @@ if importlib.util.find_spec("vllm") is None:
 else:
     from e2e.engines.adapters import write_adapter
     from e2e.engines.harness import Answer, VllmServer, running, tierkv_at
-    from e2e.engines.questions import QUESTIONS, RETRAINED, TUNED, TURNS, ask, take_turn
+    from e2e.engines.questions import QUESTIONS, RETRAINED, SMALL_CACHE, TUNED, TURNS, ask, take_turn
     from e2e.engines.store import Checked, Store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -87,7 +87,8 @@ def retrained(folder: Path, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def references(folder: Path, model: Path, tuned: Path, retrained: Path) -> References:
-    with VllmServer(folder, model, "plain", adapters={TUNED: tuned, RETRAINED: retrained}) as plain:
+    adapters = {TUNED: tuned, RETRAINED: retrained}
+    with VllmServer(folder, model, "plain", adapters=adapters, arguments=SMALL_CACHE) as plain:
         plain.start()
         chat: list[Answer] = []
         for _ in TURNS:
@@ -99,7 +100,7 @@ def references(folder: Path, model: Path, tuned: Path, retrained: Path) -> Refer
 def store(folder: Path) -> Iterator[Store]:
     """A node in its own folder, running."""
     (folder / "node").mkdir()
-    with Node(folder / "node", host_bytes="1GiB", nvme_bytes="4GiB", slab_bytes=None, extent_bytes=None) as node:
+    with Node(folder / "node", host_bytes="640MiB", nvme_bytes="4GiB", slab_bytes=None, extent_bytes=None) as node:
         node.start()
         yield Store(node)
 
@@ -108,7 +109,9 @@ def store(folder: Path) -> Iterator[Store]:
 def first_server(folder: Path, model: Path, store: Store, tuned: Path, references: References) -> Iterator[VllmServer]:
     """A vLLM on that node, which has the adapter as it was first. The tests of the crash kill it for good."""
     connector = tierkv_at(store.node.endpoint)
-    with VllmServer(folder, model, "one", kv_transfer=connector, adapters={TUNED: tuned}) as server:
+    with VllmServer(
+        folder, model, "one", kv_transfer=connector, adapters={TUNED: tuned}, arguments=SMALL_CACHE
+    ) as server:
         server.start()
         yield server
 

@@ -13,7 +13,9 @@ from demo_lib.prompts import CODE_FILES, REPOSITORY, TEXTS
 from e2e.engines.harness import BASE, Answer, Message, VllmServer
 
 BLOCK_TOKENS = 64
-NEW_TOKENS = 16
+NEW_TOKENS = 12
+SMALL_CACHE = ("--num-gpu-blocks-override", "160")
+"""Arguments of a vLLM that has room for what is asked at a time, and not for more: two of them run side by side."""
 BURST = 8
 
 TUNED = "tuned"
@@ -53,24 +55,24 @@ CHAT_SYSTEM = " ".join(_text("system.txt").split()[:120])
 
 _help = partial(_ask, _text("system.txt"))
 _reviewer = "You are a careful reviewer of Python code."
-_chat_start = _text("chat.txt")[:900]
-_code_0, _code_1 = _code(0, 2_800), _code(1, 1_600)
+_chat_start = _text("chat.txt")[:600]
+_code_0, _code_1 = _code(0, 1_600), _code(1, 900)
 
 QUESTIONS: dict[str, Question] = {
     "help 1": _help("A customer asks why two of his loggers disagree by 12 mm. What do I tell him?"),
     "help 2": _help("May I restart the export tonight without asking anybody?"),
-    "help 3": _help("Which of our services would you look at first when nothing has arrived since noon?"),
+    "known": _ask("You are a patient teacher.", f"{_code(1, 3_000)[2_400:]}\n\nWhat does it do?"),
     "code 1": _ask(_reviewer, f"{_code_0}\n\n{_text('code_question.txt')}"),
     "code 2": _ask(_reviewer, f"{_code_0}\n\n{_text('code_question_second.txt')}"),
     "tuned": _ask(_reviewer, f"{_code_1}\n\nWhat is this for?", TUNED),
     "retrained": _ask(_reviewer, f"{_code_1}\n\nWhat is this for?", RETRAINED),
     "untuned": _ask(_reviewer, f"{_code_1}\n\nWhat is this for?"),
-    "shared 1": _ask(_reviewer, f"{_code(2, 1_600)}\n\nWhat is missing here?"),
-    "shared 2": _ask(_reviewer, f"{_code(3, 1_600)}\n\nWhat would you rename?"),
-    "absent": _ask(_reviewer, f"{_code(4, 1_600)}\n\nWhat may go wrong here?"),
+    "shared 1": _ask(_reviewer, f"{_code(2, 900)}\n\nWhat is missing here?"),
+    "shared 2": _ask(_reviewer, f"{_code(3, 900)}\n\nWhat would you rename?"),
+    "absent": _ask(_reviewer, f"{_code(4, 900)}\n\nWhat may go wrong here?"),
     **{
         f"burst {number}": _ask(
-            _chat_start, f"{_code(5, 3_000)[300 * number :][:900]}\n\nQuestion {number}: explain it."
+            _chat_start, f"{_code(5, 3_000)[300 * number :][:500]}\n\nQuestion {number}: explain it."
         )
         for number in range(BURST)
     },

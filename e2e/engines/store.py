@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from e2e.engines.harness import BASE, Answer, PromptTokens, VllmServer
 from e2e.engines.questions import QUESTIONS, ask, reusable
 from e2e.harness import Node, wait_until
 from tierkv.client import connect_operator
+from tierkv.errors import NodeUnreachable
 from tierkv.torture.waits import NeverCame
 
 STORED_SECONDS = 30.0
+ASKING_SECONDS = 240.0
 
 
 @dataclass(slots=True)
@@ -39,9 +42,15 @@ class Store:
 
     def wait_stored(self) -> None:
         """Until the node holds what was noted, and nothing else."""
-        expected = sum(self._blocks.values())
-        wait_until(lambda: self.num_tokens() >= expected, f"the node holds {expected} tokens", STORED_SECONDS)
-        assert self.num_tokens() == expected, "something is stored that nobody has computed, or it is stored twice"
+        expected = self._num_noted()
+        wait_until(self.holds_all, f"the node holds {expected} tokens")
+        assert self._num_held() == expected, "something is stored that nobody has computed, or it is stored twice"
+
+    def holds_all(self) -> bool:
+        """Whether all that was noted is there, as far as can be told now."""
+        with suppress(NodeUnreachable):
+            return self._num_held() >= self._num_noted()
+        return False
 
     def wait_flushed(self) -> None:
         """Until all that was noted is on disk."""
@@ -52,7 +61,10 @@ class Store:
         """Until nobody holds anything of the node."""
         self.node.wait_status(lambda status: (status.leases, status.tickets) == (0, 0), "no lease or ticket is left")
 
-    def num_tokens(self) -> int:
+    def _num_noted(self) -> int:
+        return sum(self._blocks.values())
+
+    def _num_held(self) -> int:
         with connect_operator(self.node.endpoint) as operator:
             return sum(row.tokens for row in operator.usage().rows)
 
@@ -110,25 +122,52 @@ class Checked:
         self.see_stored(given_up, lambda: self.ask_again(name, model=model))
         return tokens
 
+    def ask_adapter(self, name: str, *, model: str | None = None) -> PromptTokens:
+        """With nothing in vLLM's own prefix cache, and the adapter known by its content: requests go without the
+        cache, and are counted, until its files were read. Sees to it that the node holds what was computed."""
+
+        def answered() -> tuple[PromptTokens, float] | None:
+            bypassed, given_up = self.num_bypassed(), self.num_given_up()
+            tokens = self.ask_again(name, model=model)
+            return (tokens, given_up) if self.num_bypassed() == bypassed else None
+
+        tokens, given_up = wait_until(answered, "vLLM knows the adapter", ASKING_SECONDS)
+        self.see_stored(given_up, lambda: self.ask_again(name, model=model))
+        return tokens
+
     def see_stored(self, given_up: float, ask_again: Callable[[], object]) -> None:
-        """On a busy machine a store may come too late for vLLM, which wants its blocks back, and is given up. That is
-        told (`given_up` is how often before), and it is asked again then."""
-        try:
-            self.store.wait_stored()
-        except NeverCame:
+        """Storing is best effort: a store that comes too late for vLLM, which wants its blocks back, is given up, and a
+        new adapter is not cached before it was read. Both are counted; then it is asked again. `given_up` is how often
+        that had happened before."""
+        deadline = time.monotonic() + ASKING_SECONDS
+        while not self._is_stored(given_up):
+            assert time.monotonic() < deadline, "it is given up again and again"
             ask_again()
-            assert self.num_given_up() > given_up, "not everything was stored, and nothing says why"
-            self.see_stored(self.num_given_up(), ask_again)
+            given_up_now = self.num_given_up()
+            assert given_up_now > given_up, "not everything was stored, and nothing says why"
+            given_up = given_up_now
+        self.store.wait_stored()
+
+    def _is_stored(self, given_up: float) -> bool:
+        """Waits for it, as long as there is hope."""
+        with suppress(NeverCame):
+            wait_until(
+                lambda: self.store.holds_all() or self.num_given_up() > given_up, "it is stored or not", STORED_SECONDS
+            )
+        return self.store.holds_all()
+
+    def num_bypassed(self) -> float:
+        return self.server.metrics().total("vllm:tierkv_bypassed_total")
 
     def num_given_up(self) -> float:
         now = self.server.metrics()
-        return now.total("vllm:tierkv_late_stores_total") + now.total("vllm:tierkv_reasons_total")
+        return sum(now.total(f"vllm:tierkv_{name}_total") for name in ("late_stores", "reasons", "bypassed"))
 
     def wait_connected(self) -> None:
         """Until the server loads from the node, which may have been away."""
 
         def loads() -> bool:
-            return self.ask_again("help 3").external == reusable(self.references["help 3"].prompt)
+            return self.ask_again("known").external == reusable(self.references["known"].prompt)
 
         wait_until(loads, f"vLLM {self.server.name} loads from the node", 120.0)
 

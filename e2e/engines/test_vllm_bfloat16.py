@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e.engines.harness import VllmServer, tierkv_at
-from e2e.engines.questions import NEW_TOKENS, QUESTIONS, reusable
+from e2e.engines.questions import NEW_TOKENS, QUESTIONS, SMALL_CACHE, reusable
 from e2e.engines.store import Store
 
 BLOCK_TOKENS = 128  # what vLLM chooses by itself on a CPU
@@ -19,7 +19,7 @@ BLOCK_TOKENS = 128  # what vLLM chooses by itself on a CPU
 def server(folder: Path, model: Path, store: Store) -> Iterator[VllmServer]:
     connector = tierkv_at(store.node.endpoint)
     with VllmServer(
-        folder, model, "half", kv_transfer=connector, dtype="bfloat16", block_tokens=BLOCK_TOKENS
+        folder, model, "half", kv_transfer=connector, dtype="bfloat16", block_tokens=BLOCK_TOKENS, arguments=SMALL_CACHE
     ) as server:
         server.start()
         yield server
