@@ -110,8 +110,10 @@ class PagedEngine:
         return self._spec
 
     @property
-    def is_loading(self) -> bool:
-        return any(request.is_loading for request in self.waiting)
+    def may_be_emptied(self) -> bool:
+        """Requests that wait may have pages: those that are being loaded, and those that were. They can't be preempted,
+        and until they run an engine refuses to forget what it has computed."""
+        return not any(request.tables for request in self.waiting)
 
     # ---- what is asked of an engine
 
@@ -155,6 +157,8 @@ class PagedEngine:
     def step(self, *, budget: int, waits_for_stores: bool) -> None:
         chunks = dict(self._schedule_running(budget))
         chunks |= dict(self._schedule_waiting(budget - sum(chunks.values())))
+        if not chunks:
+            self._unlock()
         plan = self._engine.begin(*(self._scheduled(request, count) for request, count in chunks.items()))
         for group, page in self._fresh:
             for pages in self._engine.pages:
@@ -198,11 +202,11 @@ class PagedEngine:
                 assert local * BLOCK_TOKENS + external < len(request.tokens)
                 count = 0 if external else min(budget, len(request.tokens) - local * BLOCK_TOKENS)
                 if not self._admit(request, local, external, count):
-                    return
+                    continue
             else:
                 external, count = 0, min(budget, len(request.tokens) - request.computed)
                 if not self._extend(request, request.computed + count):
-                    return
+                    continue
             tables = request.tables
             self._engine.scheduler.allotted(
                 request.name,
@@ -211,12 +215,20 @@ class PagedEngine:
             )
             if external:
                 request.is_loading = True
+                own = {(group, page) for group, table in enumerate(tables) for page in table}
+                self._fresh = [place for place in self._fresh if place not in own]  # of who was preempted in this step
                 self.loaded_tokens += external
                 continue
             self.waiting.remove(request)
             self.running.append(request)
             budget -= count
             yield request, count
+
+    def _unlock(self) -> None:
+        """Requests that were loaded, and have no pages to go on, are in each other's way: the last one begins anew."""
+        stuck = [request for request in self.waiting if request.tables and not request.is_loading]
+        if stuck and not self.running:
+            self._free(stuck[-1])
 
     def _scheduled(self, request: Request, count: int) -> Scheduled:
         return Scheduled(

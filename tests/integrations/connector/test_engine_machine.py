@@ -124,8 +124,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def change_weights(self) -> None:
-        """An engine refuses to while anything is loaded."""
-        if not self.engine.is_loading:
+        if self.engine.may_be_emptied:
             self.engine.change_weights()
 
     @rule(rank=st.integers(0, 1), reads=st.booleans())
