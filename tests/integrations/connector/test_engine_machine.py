@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,15 @@ REQUESTS = st.lists(
 _numbers = itertools.count()
 
 
+def at_once() -> None:
+    pass
+
+
+def take_long() -> None:
+    """As a device does. Nobody waits for it to be over: the next step may begin before, and must not write."""
+    time.sleep(0.004)
+
+
 class Machine(RuleBasedStateMachine):
     """What a rule may do must not depend on how far threads have come, so those that can't do anything do nothing."""
 
@@ -68,8 +78,8 @@ class Machine(RuleBasedStateMachine):
         self.faults = 0
         self.prompts: list[list[int]] = []
 
-    @initialize(has_prefix_cache=st.booleans())
-    def start(self, *, has_prefix_cache: bool) -> None:
+    @initialize(has_prefix_cache=st.booleans(), are_copies_slow=st.booleans())
+    def start(self, *, has_prefix_cache: bool, are_copies_slow: bool) -> None:
         self.engine = PagedEngine(
             self.node,
             weights=f"machine {next(_numbers)}",
@@ -78,6 +88,9 @@ class Machine(RuleBasedStateMachine):
             num_pages=NUM_PAGES,
             has_prefix_cache=has_prefix_cache,
         )
+        self.before_read = take_long if are_copies_slow else at_once
+        for pages in self.engine.kit.pages:
+            pages.before_read = self.before_read
 
     # ---- requests
 
@@ -132,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         pages = self.engine.kit.pages[rank % self.ranks]
 
         def fail() -> None:
-            pages.before_read = pages.before_write = lambda: None
+            pages.before_read, pages.before_write = self.before_read, at_once
             raise OSError("a fault to order")
 
         if reads:
