@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from benchmarks.measure import Plan
 from benchmarks.report import Figure, Remark, interval_of_median, of_seconds, of_values
 from benchmarks.vllm_peers.caches import BLOCK_TOKENS, MEMORY_BYTES, Cache, CacheFailed, Lmcache, OwnTiering, Tierkv
 from e2e.engines.harness import ServerFailed, VllmServer
+from tierkv.torture.processes import look
 from tierkv.torture.waits import NeverCame, wait_until
 
 QUESTION = "what does a request to vLLM wait for, with which cache?"
@@ -80,11 +82,12 @@ class Times(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: seconds until its first token and until its last, the tokens it said, how many tokens of its prompt
-    vLLM counted as from the cache."""
+    """One request: seconds until its first token and until its last, what the processes of the vLLM ran meanwhile, the
+    tokens it said, how many tokens of its prompt vLLM counted as from the cache."""
 
     first_token: float
     whole: float
+    processor: float
     tokens: tuple[int, ...]
     from_cache: int
 
@@ -146,18 +149,25 @@ class Candidate:
     def ask(self, prompt: Sequence[int]) -> Asked:
         assert self.server is not None
         with self.server.counted(1) as counted:
+            processor = _processor_seconds(self.server)
             start = time.perf_counter()
             with self.server.stream(prompt, new_tokens=NEW_TOKENS) as stream:
                 answer = stream.rest()
             whole = time.perf_counter() - start
+        processor = _processor_seconds(self.server) - processor
         if answer.first_token_seconds is None or len(answer.tokens) != NEW_TOKENS:
             raise ServerFailed(f"{len(answer.tokens)} tokens came instead of {NEW_TOKENS}")
-        return Asked(answer.first_token_seconds, whole, answer.tokens, counted.external)
+        return Asked(answer.first_token_seconds, whole, processor, answer.tokens, counted.external)
 
     def files(self) -> dict[Path, int]:
         """Bytes on disk of each."""
         assert self.cache is not None
         return {path: path.stat().st_blocks * 512 for path in self.cache.files()}
+
+
+def _processor_seconds(server: VllmServer) -> float:
+    """Of all its processes, since they were started."""
+    return sum(stat.cpu_seconds for pid in server.pids() if (stat := look(pid)) is not None)
 
 
 class Comparison:
@@ -184,7 +194,7 @@ class Comparison:
         for candidate in self.running if candidates is None else candidates:
             try:
                 do(candidate)
-            except (CacheFailed, ServerFailed, NeverCame) as error:
+            except (CacheFailed, ServerFailed, NeverCame, OSError, HTTPException) as error:
                 if candidate.name in (PLAIN, Tierkv.name):
                     raise
                 candidate.failed = str(error)
@@ -481,6 +491,7 @@ def _overhead(compared: Comparison, tokens: int) -> Iterator[Figure]:
     parts: tuple[tuple[str, Callable[[Asked], float]], ...] = (
         ("first token", lambda one: one.first_token),
         (f"all {NEW_TOKENS} tokens", lambda one: one.whole),
+        ("processor time", lambda one: one.processor),
     )
     for part, seconds in parts:
         for candidate in compared.caches:
@@ -491,7 +502,7 @@ def _overhead(compared: Comparison, tokens: int) -> Iterator[Figure]:
                 f"{tokens:,} tokens, cold, {part}: {candidate.name} over {PLAIN}",
                 percents,
                 unit="%",
-                most=MOST_OVERHEAD_PERCENT if candidate.name == Tierkv.name else None,
+                most=MOST_OVERHEAD_PERCENT if candidate.name == Tierkv.name and part != "processor time" else None,
                 note=f"the median lies in {low:.1f} .. {high:.1f} % with {confidence:.0%} confidence",
                 labels={
                     "what": "overhead",
