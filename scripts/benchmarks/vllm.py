@@ -143,6 +143,8 @@ class Candidate:
 
     def end(self) -> None:
         if self.server is not None:
+            if self.cache is not None:
+                self.cache.unname_memory()
             self.server.close()
             self.server = None
 

