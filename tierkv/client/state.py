@@ -57,6 +57,7 @@ class ClientState:
         self._calls = self._sessions_opened = self._stale = self._unreadable = 0
         self._logged_at = -LOG_EVERY_SECONDS
         self._warned: set[str] = set()
+        self._told_away = False
 
     # ---- a call
 
@@ -97,6 +98,7 @@ class ClientState:
             if worth_a_line:
                 self._logged_at = now
         if worth_a_line:
+            self._told_away = True
             _log.warning("node at %s is away, every call is a miss until it is back: %s", self.socket_dir, problem)
 
     def warn_once(self, problem: str) -> None:
@@ -113,6 +115,9 @@ class ClientState:
         with self._lock:
             self._breaker.answered()
             self.problem = ""
+            was_told_away, self._told_away = self._told_away, False
+        if was_told_away:
+            _log.info("node at %s is back", self.socket_dir)
 
     # ---- sessions
 

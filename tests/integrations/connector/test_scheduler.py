@@ -482,6 +482,23 @@ def test_a_request_does_not_wait_for_a_node_that_is_away(node: LivingNode) -> No
         engine.close()
 
 
+def test_the_first_request_after_the_node_came_back_uses_it(node: LivingNode) -> None:
+    """The worker has said that the node is away, and nothing since, for an idle engine makes no steps."""
+    engine = Engine(node)
+    try:
+        engine.introduce()
+        node.go()
+        engine.until(lambda: not all(engine.scheduler._tokens.values()), "the worker has noticed")
+        node.come()
+        wait_for(lambda: bool(engine.scheduler._client.session_token()), "the scheduler's own session is there")
+        engine.add("r", TOKENS)
+        assert engine.wait_matched("r") == 0
+        assert engine.scheduler.counts.misses == {}
+        assert all(engine.scheduler._tokens.values())
+    finally:
+        engine.close()
+
+
 def test_a_request_that_came_before_the_workers_sessions_were_known_waits_for_them(engine: Engine) -> None:
     engine.add("r", TOKENS)
     assert engine.matched("r") is None

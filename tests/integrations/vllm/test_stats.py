@@ -119,3 +119,12 @@ def test_prometheus_has_every_metric_with_vllm_s_labels(vllm_config: Any) -> Non
     assert value("misses", engine="1", reason="deadline") == 1
     assert value("misses", engine="0", reason="no_room") is None
     assert {family.name for family in registry.collect()} == {PREFIX + name for name in [*COUNTERS, *LABELLED]}
+
+
+def test_differences_say_whether_anything_but_one_number_was_added() -> None:
+    differences = Differences()
+    assert differences.are_only_in("seconds", {"seconds": 1.0, "loads": 0, "misses": {}})
+    assert not differences.are_only_in("seconds", {"seconds": 1.0, "loads": 0, "misses": {"deadline": 1}})
+    differences.take({"seconds": 1.0, "loads": 2, "misses": {"deadline": 1}})
+    assert differences.are_only_in("seconds", {"seconds": 3.0, "loads": 2, "misses": {"deadline": 1}})
+    assert not differences.are_only_in("seconds", {"seconds": 3.0, "loads": 3, "misses": {"deadline": 1}})

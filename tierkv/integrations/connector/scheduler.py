@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 from tierkv.client import Client, Group, Lease
 from tierkv.core.identity import Identity
@@ -196,7 +197,7 @@ class PrefixScheduler:
     def add(self, prompt: Prompt) -> None:
         self.counts.requests += 1
         self._end(prompt.request)
-        root, block_tokens = prompt.spec.identity.group_key(), self._settings.block_tokens
+        root, block_tokens = _root(prompt.spec.identity), self._settings.block_tokens
         prefix = Prefix(root, block_tokens, prompt.tokens, prompt.extras)
         self._requests[prompt.request] = _State(prompt=prompt, group=self._groups.take(prompt.spec), prefix=prefix)
 
@@ -290,9 +291,9 @@ class PrefixScheduler:
         remaining = until - self._clock()
         if remaining <= 0:
             return Answer(reason=Reason.DEADLINE)
-        if not all(tokens.values()):
+        if not all(tokens.values()) and not self._client.session_token():
             return Answer(reason=Reason.NODE_AWAY, tokens=tokens)
-        if len(tokens) < self._settings.ranks:
+        if not all(tokens.values()) or len(tokens) < self._settings.ranks:
             return Answer(reason=Reason.SESSION_GONE, tokens=tokens)
         holders = tuple(Holder(rank, token) for rank, token in sorted(tokens.items()))
         lease = self._groups.open(group).acquire(keys=keys, deadline_seconds=remaining, holders=holders)
@@ -521,6 +522,11 @@ class PrefixScheduler:
 def _behind_gaps(pages: Pages) -> int:
     """How many blocks to leave out, from the first, so that none of the rest lacks a page."""
     return max((len(group) - group[::-1].index(NO_PAGE) for group in pages if NO_PAGE in group), default=0)
+
+
+@lru_cache(maxsize=MOST_GROUPS)
+def _root(identity: Identity) -> bytes:
+    return identity.group_key()
 
 
 class _Groups:

@@ -61,6 +61,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SECONDS_TOLD_EVERY = 1.0
+"""The time that the connector takes of the scheduler changes with every step; alone it is told so often."""
+
 
 class PlanMetadata(KVConnectorMetadata):  # type: ignore[misc]
     def __init__(self, plan: Plan) -> None:
@@ -248,9 +251,23 @@ class SchedulerSide:
             ),
             self._fence,
         )
+        self._say_hello(engine)
         self._requests: dict[str, Any] = {}  # those that use the cache, until they are finished
         self._bypassed: dict[str, int] = {}
         self._differences = Differences()
+        self._seconds_told_at = 0.0
+
+    def _say_hello(self, engine: EngineIdentity) -> None:
+        layout = engine.layout
+        log.info(
+            "tierkv: node at %s (%s), blocks of %d tokens and %d bytes a rank, %d ranks; used once the weights "
+            "have been read",
+            self._client.endpoint,
+            self._client.problem or "connected",
+            layout.block_tokens,
+            layout.total_block_bytes,
+            engine.parallel.shards,
+        )
 
     def on_new_request(self, request: Any) -> None:
         self._timed("reading a request", lambda: self._add(request), None)
@@ -336,6 +353,10 @@ class SchedulerSide:
         self._timed("ending a request", lambda: self._scheduler.finished(request.request_id), None)
 
     def reset(self) -> None:
+        log.warning(
+            "tierkv: the engine's caches were reset with the connector's. Its weights may be others now: until it is "
+            "restarted it uses only what it computes from now on, and keeps that in the node's memory only"
+        )
         self._engine = self._engine.renewed()
         self._reader = RequestReader(self._engine, self._fingerprint, self._adapters)
         self._scheduler.reset()
@@ -347,7 +368,14 @@ class SchedulerSide:
         self._client.close()
 
     def take_numbers(self) -> dict[str, Any]:
-        return self._differences.take(numbers_of_scheduler(self._scheduler.counts, self._bypassed, self._fence.faults))
+        numbers = numbers_of_scheduler(self._scheduler.counts, self._bypassed, self._fence.faults)
+        now = time.monotonic()
+        if now < self._seconds_told_at + SECONDS_TOLD_EVERY and self._differences.are_only_in(
+            "scheduler_seconds", numbers
+        ):
+            return {}
+        self._seconds_told_at = now
+        return self._differences.take(numbers)
 
     def _scheduled(self, scheduler_output: Any) -> list[Scheduled]:
         """Of the step's requests those that use the cache, as they will be behind it."""

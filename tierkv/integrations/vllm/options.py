@@ -23,7 +23,7 @@ class Options(BaseModel):
 
     endpoint: str | None = None
     data_dir: str | None = None
-    load_deadline_seconds: float = Field(default=2.0, gt=0, le=60)
+    load_deadline_seconds: float = Field(default=2.0, gt=0, le=60, strict=True)
     salt: str = Field(default="", max_length=256)
     adapters: AdapterPolicy = AdapterPolicy.PROVEN
     block_tokens: int | None = Field(default=None, ge=1)
@@ -40,4 +40,5 @@ class Options(BaseModel):
             name = ".".join([NAME, *map(str, first["loc"])])
             if first["type"] == "extra_forbidden":
                 raise ConfigError(name, f"unknown; known are {', '.join(cls.model_fields)}") from error
-            raise ConfigError(name, f"{first['input']!r}: {first['msg']}") from error
+            given_text = "what is given" if "salt" in first["loc"] else repr(first["input"])[:100]
+            raise ConfigError(name, f"{given_text}: {first['msg']}") from error

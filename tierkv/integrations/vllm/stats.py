@@ -83,6 +83,11 @@ class Differences:
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
 
+    def are_only_in(self, name: str, numbers: dict[str, Any]) -> bool:
+        """Whether nothing else was added."""
+        others = (other for other in numbers if other != name)
+        return not any(_less(numbers[other], self._before.get(other)) for other in others)
+
     def take(self, numbers: dict[str, Any]) -> dict[str, Any]:
         before, self._before = self._before, numbers
         return {name: _less(value, before.get(name)) for name, value in numbers.items()}

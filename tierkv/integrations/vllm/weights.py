@@ -96,6 +96,10 @@ class ModelFingerprint:
             log.warning(
                 "%s; this engine's cache is kept in memory only, and not shared with other processes", weights.problem
             )
+        elif not weights.problem:
+            log.info(
+                "tierkv: weights of %s are read (%s...): the cache is in use", weights.name, weights.fingerprint[:12]
+            )
         self._result = weights
 
     def _stop_if_closing(self, done_bytes: int, total_bytes: int, name: str) -> None:
