@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -112,9 +112,11 @@ def test_help_is_quick_and_imports_nothing_heavy():
         "print(sorted({'torch', 'numpy', 'pydantic', 'zmq', 'rich'} & set(sys.modules)), file=sys.stderr); "
         "sys.exit(code)"
     )
-    begun = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = python(program)
-    assert time.monotonic() - begun < 1.0  # 0.05 s on a quiet machine; CI is not quiet
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert processor_seconds < 1.0  # 0.05 s; the time on the wall is what others leave of the machine
     assert done.returncode == 0
     assert done.stderr == "[]\n"
 
