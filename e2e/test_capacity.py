@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,7 +92,11 @@ def test_the_same_prompt_stored_by_many_is_one_file(tmp_path: Path) -> None:
 
 
 class Sampler(threading.Thread):
-    """Looks every ten milliseconds at what all files in a directory take, whatever they are."""
+    """Looks every ten milliseconds at what all files in a directory take, whatever they are.
+
+    Walking takes time, in which files come, go and are renamed. A file that two walks after each other have met was
+    there at the moment between them, so what both have met took that room at one instant, or more than that.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__()
@@ -100,16 +105,23 @@ class Sampler(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
+        before: dict[int, int] = {}
         while not self.ended.wait(0.01):
-            found = 0
-            for folder, _, names in os.walk(self.root):
-                for name in names:
-                    try:
-                        found += os.stat(os.path.join(folder, name), follow_symlinks=False).st_blocks * 512
-                    except FileNotFoundError:
-                        continue
+            now = self._walk()
+            found = sum(min(size, now[inode]) for inode, size in before.items() if inode in now)
             self.most_bytes = max(self.most_bytes, found)
             self.samples += 1
+            before = now
+
+    def _walk(self) -> dict[int, int]:
+        """Bytes by inode."""
+        found = {}
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    stat = os.stat(os.path.join(folder, name), follow_symlinks=False)
+                    found[stat.st_ino] = stat.st_blocks * 512
+        return found
 
 
 @pytest.mark.scenario(
