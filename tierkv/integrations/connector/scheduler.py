@@ -21,7 +21,6 @@ restarted: what was stored of running requests is offered again, from their firs
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from enum import Enum
 from functools import lru_cache
 
 from tierkv.client import Client, Group, Lease
+from tierkv.client.prompt import Extras
 from tierkv.core.identity import Identity
 from tierkv.core.reasons import Reason
 from tierkv.integrations.connector.fence import Fence
@@ -51,8 +51,6 @@ from tierkv.integrations.connector.prefix import Prefix
 from tierkv.integrations.connector.threads import start_threads
 from tierkv.integrations.connector.transfer import open_group
 from tierkv.wire.messages import Holder
-
-log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.0006
 """So long the first questions of new requests may keep one step of the engine waiting: enough for what is in host
@@ -82,7 +80,7 @@ class Prompt:
     request: str
     spec: GroupSpec
     tokens: Callable[[int, int], Sequence[int]]
-    extras: Mapping[int, list[bytes]] = field(default_factory=dict)
+    extras: Extras = field(default_factory=dict)
     loads: bool = True
 
 

@@ -289,7 +289,7 @@ class SchedulerSide:
                 request=request.request_id,
                 spec=spec,
                 tokens=lambda begin, end: read.tokens[begin:end],
-                extras={block: list(inputs) for block, inputs in read.extras.items()},
+                extras=read.extras,
                 loads=read.may_load,
             )
         )
