@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from tierkv.integrations.connector.scheduler import (
     LINE_SECONDS,
     MOST_GROUPS,
     MOST_HALF_STORED,
+    Answer,
     Phase,
     Prompt,
     Scheduled,
@@ -480,6 +482,13 @@ def test_a_request_does_not_wait_for_a_node_that_is_away(node: LivingNode) -> No
         node.come()
     finally:
         engine.close()
+
+
+def test_a_fault_of_a_question_that_was_given_up_is_counted_all_the_same(ready: Engine) -> None:
+    asking: Future[Answer] = Future()
+    asking.set_exception(OSError("the node's sockets are gone"))
+    ready.scheduler._discard(asking)
+    assert ready.scheduler._fence.faults == {"asking the node": 1}
 
 
 def test_the_first_request_after_the_node_came_back_uses_it(node: LivingNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -501,11 +501,10 @@ class PrefixScheduler:
             self._threads.submit(self._give_back, answer.lease)
 
     def _discard(self, asking: Future[Answer]) -> None:
-        """Nobody waits for the answer any more."""
-        if asking.exception() is None:
-            lease = asking.result().lease
-            if lease is not None:
-                self._give_back(lease)
+        """Nobody waits for the answer any more; a fault is told all the same."""
+        answer = self._fence.run("asking the node", asking.result, Answer())
+        if answer.lease is not None:
+            self._give_back(answer.lease)
 
     def _give_back(self, lease: Lease) -> None:
         """No worker has been told of it, so nobody copies."""
