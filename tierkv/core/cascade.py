@@ -180,12 +180,17 @@ class Cascade:
         ledger.effects.append(
             Evicted(
                 group=extent.group,
-                key=extent.key,
+                key=extent.block_key(remaining),
                 tier="host",
                 to="nvme" if stays_on_nvme else "dropped",
                 blocks=blocks,
                 num_bytes=freed,
                 reason=Reason.EVICTED,
+                first_token=extent.first_token + remaining * group.block_tokens,
+                tokens=blocks * group.block_tokens,
+                created=extent.created,
+                last_used=extent.tail_used if remaining >= extent.hot_blocks else extent.last_used,
+                hits=extent.hits,
             )
         )
         if stays_on_nvme:
@@ -493,6 +498,11 @@ class Cascade:
                 blocks=victim.num_blocks,
                 num_bytes=victim.nvme_bytes,
                 reason=Reason.EVICTED,
+                first_token=victim.first_token,
+                tokens=victim.num_blocks * ledger.group_of(victim).block_tokens,
+                created=victim.created,
+                last_used=victim.last_used,
+                hits=victim.hits,
             )
         )
         victim.move(NvmeEvent.EVICT)

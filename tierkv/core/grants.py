@@ -130,7 +130,10 @@ class SealReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """Blocks of an extent left a tier; `to` is the tier where they still are, or "dropped"."""
+    """Blocks of an extent left a tier; `to` is the tier where they still are, or "dropped".
+
+    `key` and `first_token` are of the first block that went; `created` and `hits` are of its extent. `value` is what
+    the order in force ranked it by: seconds saved per byte and second, 0.0 where it ranks by something else."""
 
     group: bytes
     key: bytes
@@ -139,6 +142,12 @@ class Evicted:
     blocks: int
     num_bytes: int
     reason: Reason
+    first_token: int
+    tokens: int
+    created: float
+    last_used: float
+    hits: int
+    value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
