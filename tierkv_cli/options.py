@@ -26,6 +26,25 @@ class NumberRange(click.FloatRange):
         return number
 
 
+class SpanType(click.ParamType):
+    """A span of time like "24h", as seconds."""
+
+    name = "span"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from tierkv.config.spans import parse_span
+
+        if isinstance(value, float):
+            return value
+        try:
+            return parse_span(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SPAN = SpanType()
+
+
 @dataclass(frozen=True, slots=True)
 class Where:
     """Which node, as the command line has it. None: not given."""
