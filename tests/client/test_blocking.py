@@ -50,6 +50,16 @@ def test_what_was_stored_is_loaded(group: Group, node: FakeNode) -> None:
     assert node.has_no_grants()
 
 
+@pytest.mark.parametrize(
+    ("name", "sent"), [("", ""), ("cmpl-7", "cmpl-7"), ("x" * 70, "x" * 64), ("é" * 40, "é" * 32), ("\ud800", "?")]
+)
+def test_a_request_s_name_is_sent_as_far_as_the_node_takes_it(
+    group: Group, node: FakeNode, name: str, sent: str
+) -> None:
+    with group.acquire(TOKENS, name=name):
+        assert node.saw(Acquire)[0].name == sent
+
+
 @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 4097, 10_000])
 def test_blocks_of_any_size_come_back_and_nothing_beside_them_is_written(client: Client, block_bytes: int) -> None:
     group = client.open(make_identity(block_bytes))

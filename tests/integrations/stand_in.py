@@ -65,6 +65,7 @@ class StandInGroup:
     order: list[int] = field(default_factory=list)
     sealed: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of the requests that acquired
     failing: dict[str, Exception] = field(default_factory=dict)
     valid_blocks: int = 1 << 30
     room_blocks: int = 1 << 30
@@ -92,8 +93,9 @@ class StandInGroup:
         return present.index(False) if False in present else len(present)
 
     @contextmanager
-    def acquire(self, *, keys: bytes, deadline_seconds: float) -> Iterator[StandInLease]:
+    def acquire(self, *, keys: bytes, deadline_seconds: float, name: str = "") -> Iterator[StandInLease]:
         self.meet("acquire")
+        self.names.append(name)
         if self.away:
             yield StandInLease(self, keys, 0, 0, 0, Reason.NODE_AWAY)
             return

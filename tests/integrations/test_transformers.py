@@ -237,6 +237,13 @@ def test_prefill_gives_the_cache_and_the_last_logits(engine: Engine) -> None:
     assert warm.cache.get_seq_length() == cold.cache.get_seq_length() == 70
 
 
+def test_the_node_is_told_what_the_caller_calls_the_request(engine: Engine) -> None:
+    engine.cache.prefill(prompt(40), request_name="first")
+    engine.cache.generate(prompt(40), request_name="second", max_new_tokens=1, do_sample=False)
+    engine.cache.prefill(prompt(40))
+    assert engine.group.names == ["first", "second", ""]
+
+
 def test_the_cache_of_a_prefill_can_be_generated_from(engine: Engine) -> None:
     tokens = prompt(70)
     engine.cache.prefill(tokens)

@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tierkv.core.explanation import (
+    Asked,
+    FieldDifference,
+    Leaving,
+    Left,
+    Missing,
+    Namespace,
+    Stretch,
+    Trace,
+)
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import ManifestEntry
 from tierkv.wire.frames import encode
@@ -21,11 +31,15 @@ from tierkv.wire.messages import (
     Done,
     Error,
     ErrorCode,
+    EvictionRow,
+    Explain,
+    ExplainReply,
     Fetch,
     FetchReply,
     Hello,
     HelloReply,
     Holder,
+    HotPrefixRow,
     LeasePart,
     Match,
     MatchReply,
@@ -48,6 +62,8 @@ from tierkv.wire.messages import (
     Status,
     StatusReply,
     TierUsage,
+    Top,
+    TopReply,
     Usage,
     UsageReply,
     UsageRow,
@@ -109,6 +125,8 @@ _TIER = TierUsage(
     last_error="pwritev EROFS: Read-only file system",
 )
 
+_LEFT = Left(tier="nvme", reason="evicted", at=1.5, tokens=32, hits=2, last_used=0.5)
+
 REQUESTS: tuple[Request, ...] = (
     Hello(id=1, session=_TOKEN, deadline_ms=250, protocol=1, client="engine"),
     OpenGroup(
@@ -132,6 +150,7 @@ REQUESTS: tuple[Request, ...] = (
         max_blocks=2,
         holders=(Holder(1, _TOKEN),),
         revocable=True,
+        name="cmpl-1",
     ),
     Release(id=5, session=_TOKEN, grant=_GRANT, rank=1),
     ReportBad(id=6, session=_TOKEN, group=_GROUP, keys=_KEYS, first_bad=1),
@@ -157,6 +176,17 @@ REQUESTS: tuple[Request, ...] = (
     Warmup(id=13, session=_TOKEN, job=_GRANT, budget_bytes=2**30, fingerprint="11" * 32, cancel=True),
     Verify(id=14, session=_TOKEN, job=_GRANT, repair=True, cancel=True),
     Purge(id=17, session=_TOKEN, job=_GRANT, tenant="acme", model="11" * 32, prefix="22" * 32, dry_run=True),
+    Explain(
+        id=18,
+        session=_TOKEN,
+        wanted={"layout.dtype": "bfloat16"},
+        of=_GROUP,
+        keys=_KEYS,
+        tokens=bytes(64),
+        request="cmpl-1",
+        last=20,
+    ),
+    Top(id=19, session=_TOKEN, most=5),
 )
 
 REPLIES: tuple[Reply, ...] = (
@@ -282,6 +312,89 @@ REPLIES: tuple[Reply, ...] = (
         unreachable=20.5,
         gone=21.5,
         reason="read_only",
+    ),
+    ExplainReply(
+        id=18,
+        now=1.5,
+        namespaces=(
+            Namespace(
+                group=_GROUP,
+                model_name="llama",
+                adapter_name="poet",
+                fields={"layout.dtype": "float16"},
+                differences=(FieldDifference("layout.dtype", "bfloat16", "float16"),),
+                equal_fields=1,
+                block_tokens=16,
+                extents=2,
+                tokens=32,
+                last_used=2.5,
+                persistent=True,
+                reachable=True,
+            ),
+        ),
+        trace=Trace(
+            group=_GROUP,
+            block_tokens=16,
+            asked_blocks=4,
+            cached_blocks=1,
+            host_blocks=1,
+            stretches=(
+                Stretch(
+                    first_token=0,
+                    tokens=16,
+                    tiers=("host",),
+                    growing=True,
+                    nvme="absent",
+                    why_not_there="disk_full",
+                    being_read=True,
+                    extents=1,
+                    hits=3,
+                    last_used=4.5,
+                ),
+            ),
+            missing=Missing(
+                token=16,
+                tokens=48,
+                absence="evicted",
+                tokens_by={"evicted": 48},
+                looked_at_tokens=48,
+                ranks=2,
+                ranks_there=1,
+                left=_LEFT,
+                reason="no_room",
+                at=5.5,
+            ),
+            leaving=Leaving(token=17, others=2, tokens_known=True, asked=7, cached=8, same_tokens=True),
+        ),
+        asked=(
+            Asked(
+                name="cmpl-1",
+                grant=_GRANT,
+                group=_GROUP,
+                model_name="llama",
+                asked_tokens=64,
+                cached_tokens=32,
+                host_tokens=16,
+                tokens=16,
+                nvme_tokens=8,
+                reason="deadline",
+                absence="unknown",
+                asked_at=6.5,
+                answered_at=7.5,
+                left=_LEFT,
+            ),
+        ),
+        tokens=bytes(64),
+        remembered=3,
+        remembered_since=8.5,
+    ),
+    TopReply(
+        id=19,
+        now=1.5,
+        queues={"reads": 1},
+        hottest=(HotPrefixRow(_GROUP, "llama", _GROUP, 16, 1024, 3, 3072, 0.25, 2048.0, 2.5, 3.5),),
+        evictions=(EvictionRow(4.5, _GROUP, "llama", "host", "nvme", "evicted", 2, 32, 4096),),
+        prefill_tokens_per_second=12_000.0,
     ),
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.wire.samples import GOLDEN, PACKETS, REPLIES, REQUESTS, golden_path
 from tierkv.wire.frames import decode_reply, decode_request, encode
-from tierkv.wire.messages import AnyReply, AnyRequest, Hello, Match, Reply, Request
+from tierkv.wire.messages import Acquire, AnyReply, AnyRequest, Hello, Match, Reply, Request
 from tierkv.wire.session import AnySessionMessage, decode_packet, encode_packet
 
 
@@ -54,6 +54,12 @@ def test_the_samples_set_every_field_to_something_else_than_its_default() -> Non
 def test_a_newer_sender_may_add_fields() -> None:
     sent = {"type": "Match", "id": 3, "group": bytes(32), "keys": bytes(32), "added_later": [1, {"a": b""}]}
     assert decode_request(msgspec.msgpack.encode(sent)) == Match(id=3, group=bytes(32), keys=bytes(32))
+
+
+def test_what_older_senders_send_is_understood() -> None:
+    (acquire,) = (message for message in REQUESTS if isinstance(message, Acquire))
+    frame = (GOLDEN / "older" / "Acquire.bin").read_bytes()
+    assert decode_request(frame) == msgspec.structs.replace(acquire, name="")
 
 
 def test_an_older_sender_may_leave_out_fields_that_have_defaults() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -28,9 +28,11 @@ from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.operators import (
     PROGRESS_SECONDS,
     cancel_job,
+    explain,
     new_job,
     purge_step,
     status,
+    top,
     usage,
     verify_step,
     warmup_step,
@@ -43,10 +45,12 @@ from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
+    ExplainReply,
     Holder,
     LeasePart,
     PurgeReply,
     StatusReply,
+    TopReply,
     UsageReply,
     Verify,
     VerifyReply,
@@ -149,6 +153,21 @@ class Operator:
     ) -> PurgeReply:
         return await self._run(purge_step(self._verbs, job or new_job(), tenant, model, prefix, dry_run))
 
+    async def explain(
+        self,
+        *,
+        wanted: Mapping[str, str] | None = None,
+        of: bytes | None = None,
+        keys: bytes = b"",
+        tokens: bytes = b"",
+        request: str = "",
+        last: int = 0,
+    ) -> ExplainReply:
+        return await self._run(explain(self._verbs, wanted, of, keys, tokens, request, last))
+
+    async def top(self, *, most: int = 20) -> TopReply:
+        return await self._run(top(self._verbs, most))
+
     async def is_connected(self) -> bool:
         return await self._run(self._verbs.ping()) is None
 
@@ -250,6 +269,7 @@ class Group(GroupCore):
         max_blocks: int | None = None,
         holders: tuple[Holder, ...] = (),
         revocable: bool = False,
+        name: str = "",
     ) -> Opening[Lease]:
         async def ask() -> Lease:
             verb = self._verbs.acquire(
@@ -259,6 +279,7 @@ class Group(GroupCore):
                 max_blocks=max_blocks,
                 holders=holders,
                 revocable=revocable,
+                name=name,
             )
             return Lease(await self._client._run(verb), self._client)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -25,10 +25,12 @@ from tierkv.client.links import LinkPool, drive
 from tierkv.client.operators import (
     PROGRESS_SECONDS,
     cancel_job,
+    explain,
     new_job,
     purge_step,
     require_timeout,
     status,
+    top,
     usage,
     verify_step,
     warmup_step,
@@ -41,10 +43,12 @@ from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
+    ExplainReply,
     Holder,
     LeasePart,
     PurgeReply,
     StatusReply,
+    TopReply,
     UsageReply,
     Verify,
     VerifyReply,
@@ -149,6 +153,25 @@ class Operator:
         ask again with the same arguments and `job`, chosen by `new_job`, until it is `finished`. It goes on whether or
         not anybody asks."""
         return self._run(purge_step(self._verbs, job or new_job(), tenant, model, prefix, dry_run))
+
+    def explain(
+        self,
+        *,
+        wanted: Mapping[str, str] | None = None,
+        of: bytes | None = None,
+        keys: bytes = b"",
+        tokens: bytes = b"",
+        request: str = "",
+        last: int = 0,
+    ) -> ExplainReply:
+        """Why something is not cached. `wanted`: an identity's fields by name, for the namespaces nearest to it. `keys`
+        of a prompt in namespace `of`, and its packed `tokens`: what they find there. `request`: acquires of that name
+        (or grant id in hexadecimal). `last`: the so many last misses. Changes nothing."""
+        return self._run(explain(self._verbs, wanted, of, keys, tokens, request, last))
+
+    def top(self, *, most: int = 20) -> TopReply:
+        """What goes on, beside `status`: queues, the `most` hottest prefixes and latest evictions."""
+        return self._run(top(self._verbs, most))
 
     def is_connected(self) -> bool:
         """Whether the node answers now; asks it."""
@@ -258,12 +281,14 @@ class Group(GroupCore):
         max_blocks: int | None = None,
         holders: tuple[Holder, ...] = (),
         revocable: bool = False,
+        name: str = "",
     ) -> Lease:
         """A lease on the longest cached prefix that can be in host memory before the deadline; use it in a `with`.
 
         `holders` names the sessions that copy, by rank; they get their parts with `hold` and release them, while this
         lease releases only the part that this process holds itself. A `revocable` lease may be taken back when it is
-        held too long, which `copy_into` notices.
+        held too long, which `copy_into` notices. `name` is the engine's id of the request, of which the node
+        remembers the first 64 bytes for a while: `tierkv why` finds the request by it.
         """
         packed = self._record.resolve_keys(tokens, keys)
         verb = self._verbs.acquire(
@@ -273,6 +298,7 @@ class Group(GroupCore):
             max_blocks=max_blocks,
             holders=holders,
             revocable=revocable,
+            name=name,
         )
         return Lease(self._client._run(verb), self._client)
 

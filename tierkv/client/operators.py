@@ -5,20 +5,28 @@ finished."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from tierkv.client.asking import Failure
 from tierkv.client.steps import Verb
-from tierkv.client.verbs import Verbs
+from tierkv.client.verbs import Verbs, cut_name
+from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.errors import ConfigError, IncompleteError, NodeSilent, NodeUnreachable, WireError
 from tierkv.wire.messages import (
+    MAX_BLOCKS,
+    MAX_EXPLAINED_TOKENS,
+    Explain,
+    ExplainReply,
     Purge,
     PurgeReply,
     Reply,
     Request,
     Status,
     StatusReply,
+    Top,
+    TopReply,
     Usage,
     UsageReply,
     Verify,
@@ -65,6 +73,30 @@ def purge_step(
 ) -> Verb[PurgeReply]:
     fields = {"job": job, "tenant": tenant, "model": model, "prefix": prefix, "dry_run": dry_run}
     return (yield from _insist(verbs, Purge, PurgeReply, **fields))
+
+
+def explain(
+    verbs: Verbs,
+    wanted: Mapping[str, str] | None,
+    of: bytes | None,
+    keys: bytes,
+    tokens: bytes,
+    request: str,
+    last: int,
+) -> Verb[ExplainReply]:
+    fields = {
+        "wanted": dict(wanted or {}),
+        "of": of,
+        "keys": keys[: MAX_BLOCKS * KEY_BYTES],
+        "tokens": tokens[: MAX_EXPLAINED_TOKENS * TOKEN_BYTES],
+        "request": cut_name(request),
+        "last": last,
+    }
+    return (yield from _insist(verbs, Explain, ExplainReply, **fields))
+
+
+def top(verbs: Verbs, most: int) -> Verb[TopReply]:
+    return (yield from _insist(verbs, Top, TopReply, most=most))
 
 
 def cancel_job(verbs: Verbs, kind: type[Warmup] | type[Verify], job: bytes) -> Verb[None]:

@@ -19,6 +19,7 @@ from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
     MAX_BLOCKS,
     MAX_FRAME_BYTES,
+    MAX_NAME,
     Abort,
     Acquire,
     AcquireReply,
@@ -67,6 +68,7 @@ class Verbs(InlineVerbs):
         max_blocks: int | None,
         holders: tuple[Holder, ...],
         revocable: bool,
+        name: str = "",
     ) -> Verb[LeaseFacts]:
         keys = keys[: MAX_BLOCKS * KEY_BYTES]
         most = min(len(keys) // KEY_BYTES, MAX_BLOCKS if max_blocks is None else max_blocks)
@@ -77,7 +79,14 @@ class Verbs(InlineVerbs):
         budget = self.budget(deadline_seconds)
         grant = self._state.new_grant()
         make = self._maker(
-            Acquire, budget, grant=grant, group=group.key, keys=keys, max_blocks=most, revocable=revocable
+            Acquire,
+            budget,
+            grant=grant,
+            group=group.key,
+            keys=keys,
+            max_blocks=most,
+            revocable=revocable,
+            name=cut_name(name),
         )
 
         def make_held(session: Session) -> Request:
@@ -363,6 +372,11 @@ class Verbs(InlineVerbs):
         reason = reason_of_text(reply.reason)
         self._state.count(reason)
         return Sealed(blocks=reply.blocks, flushed_blocks=reply.flushed_blocks, reason=reason)
+
+
+def cut_name(name: str) -> str:
+    """What the node takes of a request's name: whole characters, in at most MAX_NAME bytes."""
+    return name.encode(errors="replace")[:MAX_NAME].decode(errors="ignore")
 
 
 def _fit(offsets: np.ndarray, session: Session, group: GroupRecord) -> bool:

@@ -17,6 +17,7 @@ from tierkv.core.extent import Extent
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
+from tierkv.core.recent import RecentAcquire
 
 # ---- what the core is told
 
@@ -227,6 +228,7 @@ class LeaseState:
     host_blocks: int  # resident when it was asked for
     deadline: float
     revocable: bool
+    record: RecentAcquire  # what is remembered of it, to be told the answer
     granted_at: float = 0.0
     shortened: Reason | None = None
     problem: Reason | None = None  # the first that a read for it met: another rank's read may still be under way then

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 
+from tierkv.core.absence import find_absence
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.grants import Lease, LeaseReady, LeaseState, Part, Refused, Segment, Waiting, path_blocks
-from tierkv.core.keys import count_keys
+from tierkv.core.keys import count_keys, key_at
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
+from tierkv.core.recent import RecentAcquire
 
 _NEVER = float("inf")
 
@@ -34,6 +36,7 @@ class Leases:
         max_blocks: int,
         deadline: float,
         revocable: bool = False,
+        name: str = "",
         now: float,
     ) -> Lease | Waiting | Refused:
         """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders`."""
@@ -58,10 +61,26 @@ class Leases:
         path = ledger.tree.walk(group, keys)
         cached = path[-1].start + path[-1].blocks if path else 0
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
+        resident = self._resident_blocks(path, tuple(by_rank))
+        asked = count_keys(keys)
+        record = RecentAcquire(
+            grant=grant,
+            name=name,
+            session=session,
+            group=group,
+            keys=keys,
+            asked_blocks=asked,
+            cached_blocks=cached,
+            host_blocks=resident,
+            absence=find_absence(ledger, group, key_at(keys, cached)) if cached < asked else None,
+            asked_at=now,
+        )
+        ledger.recent.note(record)
         path = _clip(path, allowed)
         if not path:
-            ledger.counts.asked_tokens += count_keys(keys) * shape.block_tokens
+            ledger.counts.asked_tokens += asked * shape.block_tokens
             ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
+            record.answer(0, 0, reason, now)
             return _empty_lease(grant, cached, reason)
         lease = LeaseState(
             grant=grant,
@@ -72,11 +91,12 @@ class Leases:
             parties=frozenset({session, *by_rank.values()}),
             ranks=tuple(by_rank),
             path=path,
-            asked_blocks=count_keys(keys),
+            asked_blocks=asked,
             cached_blocks=cached,
-            host_blocks=self._resident_blocks(path, tuple(by_rank)),
+            host_blocks=min(resident, allowed),
             deadline=deadline,
             revocable=revocable,
+            record=record,
             shortened=reason,
         )
         ledger.leases[grant] = lease
@@ -208,6 +228,7 @@ class Leases:
             ledger.touched[segment.extent] = None
             ledger.groups[lease.group].last_used = now
             ledger.reconsider(segment.extent)
+        ledger.hottest.note(kept, now)
         lease.answer = Lease(
             grant=lease.grant,
             blocks=blocks,
@@ -217,6 +238,7 @@ class Leases:
             reason=lease.shortened,
         )
         lease.granted_at = now
+        lease.record.answer(blocks, nvme_blocks, lease.shortened, now)
         ledger.effects.append(LeaseReady(lease.grant, lease.answer))
         if blocks:
             ledger.counts.leases += 1
@@ -250,6 +272,7 @@ class Leases:
     def _end(self, lease: LeaseState, reason: Reason) -> None:
         if lease.answer is None:  # somebody still waits for one
             lease.answer = _empty_lease(lease.grant, lease.cached_blocks, reason)
+            lease.record.answer(0, 0, reason, lease.record.asked_at)
             self._ledger.effects.append(LeaseReady(lease.grant, lease.answer))
         for rank in list(lease.holders):
             self._uncharge(lease, lease.holders.pop(rank), path_blocks(lease.path))

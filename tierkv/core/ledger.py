@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from tierkv.core.counters import Counters
 from tierkv.core.extent import Doomed, Extent
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, TicketState
+from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
 from tierkv.core.keys import TOKEN_BYTES
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
+from tierkv.core.recent import RecentAcquires, Refusals
 from tierkv.core.residency import NvmeState
 from tierkv.core.slabs import PAGE_BYTES, SlabPool
 from tierkv.core.value import EvictionOrder, LeastRecentlyUsed, Rank
@@ -125,6 +127,9 @@ class Ledger:
         self.tickets: dict[bytes, TicketState] = {}
         self.leases: dict[bytes, LeaseState] = {}
         self.ended = EndedGrants()
+        self.recent = RecentAcquires()
+        self.refusals = Refusals()
+        self.hottest = Hottest()
         self.writing: dict[int, dict[bytes, bytes]] = {}  # rank -> block key -> grant of the ticket
         self.staged: dict[bytes, StagedBlock] = {}
         self.staged_children: dict[bytes, list[bytes]] = {}

@@ -139,6 +139,10 @@ class Purges:
         job = self._jobs.get(purge)
         return None if job is None else self._state(job)
 
+    def last_of(self, group: Group) -> float:
+        """When a purge that is still remembered was asked for, of all or some of the group; 0 for never."""
+        return max((job.about.asked for job in self._jobs.values() if is_in(job.scope, group)), default=0.0)
+
     def covers(self, group: Group) -> bool:
         """Something of the group is being removed from disk: nothing of it is written for now."""
         return any(is_in(job.scope, group) for job in self._unswept.values())
@@ -201,6 +205,9 @@ class Purges:
                 job.held[extent] = None
             if not cascade.is_at_rest(extent):
                 job.busy[extent] = None
+        concerned = {group.spec.group for group in members.groups} | {extent.group for extent in members.extents}
+        ledger.recent.forget(concerned)
+        ledger.refusals.forget(concerned)
         job.files = [extent for extent in members.extents if cascade.is_to_sweep(extent)]
         if not ledger.has_nvme:
             job.unreachable = now

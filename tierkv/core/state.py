@@ -15,6 +15,8 @@ from dataclasses import replace
 from tierkv.core import audit, warmup
 from tierkv.core.cascade import Cascade
 from tierkv.core.counters import Counters
+from tierkv.core.explain import Question, answer
+from tierkv.core.explanation import Explanation
 from tierkv.core.grants import (
     Committed,
     Dirty,
@@ -27,6 +29,7 @@ from tierkv.core.grants import (
     TicketState,
     Waiting,
 )
+from tierkv.core.hottest import HotPrefix
 from tierkv.core.instructions import (
     AnyReport,
     FileLost,
@@ -52,6 +55,7 @@ from tierkv.core.ledger import Effect, Ledger, Limits, SessionState, open_namesp
 from tierkv.core.purge_scope import NotOne, What
 from tierkv.core.purges import Purges, PurgeState
 from tierkv.core.reasons import Reason
+from tierkv.core.recent import RecentAcquires, Refusals
 from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import NvmeState
 from tierkv.core.seals import Seals
@@ -111,6 +115,14 @@ class CacheState:
         known = self._ledger.groups[group]
         return known.ranks, known.block_tokens, known.block_bytes
 
+    def knows_group(self, group: bytes) -> bool:
+        return group in self._ledger.groups
+
+    def model_name(self, group: bytes) -> str:
+        """What people call the model; empty for a group that isn't known any more."""
+        known = self._ledger.groups.get(group)
+        return known.spec.model_name if known is not None else ""
+
     def end_session(self, session: bytes, now: float) -> list[Effect]:
         """The process has ended, proven: nothing of it touches a slot any more. Ends the grants it held."""
         if self._ledger.sessions.pop(session, None) is None:
@@ -141,10 +153,11 @@ class CacheState:
         max_blocks: int,
         deadline: float,
         revocable: bool = False,
+        name: str = "",
         now: float,
     ) -> tuple[Lease | Waiting | Refused, list[Effect]]:
         """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders` (none
-        named: rank 0, for `session`)."""
+        named: rank 0, for `session`). `name` is what the asker calls the request, for people."""
         answer = self._leases.acquire(
             grant=grant,
             session=session,
@@ -154,6 +167,7 @@ class CacheState:
             max_blocks=max_blocks,
             deadline=deadline,
             revocable=revocable,
+            name=name,
             now=now,
         )
         return answer, self._effects_after(now)
@@ -182,6 +196,16 @@ class CacheState:
             if first < segment.blocks:
                 self._cascade.condemn(segment.extent, first, Reason.REPORTED_BAD, now)
         return self._effects_after(now)
+
+    @property
+    def recent(self) -> RecentAcquires:
+        """The last acquires."""
+        return self._ledger.recent
+
+    @property
+    def refusals(self) -> Refusals:
+        """The last blocks that were refused a slot."""
+        return self._ledger.refusals
 
     # ---- writing
 
@@ -383,6 +407,14 @@ class CacheState:
         """Give up what is queued and not yet on its way."""
         self._cascade.drop_all_queued(reason, now)
         return self._effects_after(now)
+
+    def explain(self, question: Question) -> Explanation:
+        """Why something is not cached. Looks, and changes nothing."""
+        return answer(self._ledger, question, lambda group: self._purges.last_of(self._ledger.groups[group]))
+
+    def hottest(self, most: int, now: float) -> list[HotPrefix]:
+        """The prefixes that save the most, the hottest first."""
+        return self._ledger.hottest.prefixes(self._ledger.groups, most, now)
 
     def usage(self) -> list[GroupUsage]:
         return group_usage(self._ledger)

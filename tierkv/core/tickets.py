@@ -25,6 +25,7 @@ from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, split_keys
 from tierkv.core.ledger import Ledger
 from tierkv.core.publishing import Publisher
 from tierkv.core.reasons import Reason
+from tierkv.core.recent import Refusal
 
 AHEAD_SHARE = 64
 """One part in so many of host memory may be kept free for the next reservation."""
@@ -84,6 +85,8 @@ class Tickets:
         if len(offsets) < len(missing):
             reason = reason or Reason.NO_ROOM
             ledger.counts.refused_blocks[reason] += len(missing) - len(offsets)
+            refusal = Refusal(len(missing) - len(offsets), reason, now)
+            ledger.refusals.note(group, missing_keys[len(offsets)], refusal)
             for index in missing[len(offsets) :]:
                 states[index - first] = NO_ROOM
         answer = Reservation(

@@ -72,6 +72,7 @@ class Reading:
                     max_blocks=most,
                     holders=(),
                     revocable=False,  # we copy at once, or not at all
+                    name=request.name,
                 )
             )
         finally:

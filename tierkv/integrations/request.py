@@ -62,10 +62,12 @@ class RequestSettings:
 
 
 class Request:
-    """`cache` is the library's own, and holds after `load` what was reused. At least one token is left to compute."""
+    """`cache` is the library's own, and holds after `load` what was reused. At least one token is left to compute.
+    `name` is the caller's id of the request: `tierkv why` finds it by that."""
 
-    def __init__(self, settings: RequestSettings, tokens: torch.Tensor) -> None:
+    def __init__(self, settings: RequestSettings, tokens: torch.Tensor, name: str = "") -> None:
         self._settings = settings
+        self._name = name
         self._shape = settings.shape
         self._known = tokens[0].numpy()
         self._prefix = Prefix(settings.group.key, self._shape.block_tokens, lambda begin, end: self._known[begin:end])
@@ -90,7 +92,8 @@ class Request:
         keys = self._prefix.keys(self._prefix.loadable_blocks(use.prompt_tokens))
         if not keys:
             return
-        with self._settings.group.acquire(keys=keys, deadline_seconds=self._settings.load_deadline_seconds) as lease:
+        deadline = self._settings.load_deadline_seconds
+        with self._settings.group.acquire(keys=keys, deadline_seconds=deadline, name=self._name) as lease:
             use.reason = lease.reason
             use.cached_tokens = lease.cached_blocks * block_tokens
             self._prefix.found(lease.cached_blocks)

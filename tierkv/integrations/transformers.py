@@ -128,11 +128,11 @@ class PrefixCache:
     def shape(self) -> BlockShape:
         return self._settings.shape
 
-    def prefill(self, input_ids: torch.Tensor) -> PrefillResult:
+    def prefill(self, input_ids: torch.Tensor, *, request_name: str = "") -> PrefillResult:
         """The KV and the last logits of a prompt, [tokens] or [1, tokens]: what is cached is loaded, the rest computed
-        and stored."""
+        and stored. `request_name` is your id of the request, by which `tierkv why` finds it."""
         started = time.perf_counter()
-        request = self._begin(check_tokens(input_ids))
+        request = self._begin(check_tokens(input_ids), request_name)
         with torch.no_grad():
             logits = forward(self._model, request.tokens, request.cache)
         seconds = time.perf_counter() - started
@@ -140,16 +140,17 @@ class PrefixCache:
         request.seal()
         return PrefillResult(cache=request.cache, logits=logits, prefill_seconds=seconds, use=request.use)
 
-    def generate(self, input_ids: torch.Tensor, **options: Any) -> GenerateResult:
+    def generate(self, input_ids: torch.Tensor, *, request_name: str = "", **options: Any) -> GenerateResult:
         """The library's `generate` with the same options, for one prompt, [tokens] or [1, tokens].
 
         Beam search, assisted decoding, padded prompts and inputs besides the tokens are refused (UnsupportedModel). A
-        `streamer` gets each token before anything is stored.
+        `streamer` gets each token before anything is stored. `request_name` is your id of the request, by which
+        `tierkv why` finds it.
         """
         started = time.perf_counter()
         tokens = check_tokens(input_ids)
         check_generation(self._model, options)
-        request = self._begin(tokens)
+        request = self._begin(tokens, request_name)
         watch = TokenWatch(request, options.get("streamer"), self._store_every_blocks)
         # The mask covers the cached tokens too: without it the library computes the whole prompt behind them.
         ours = {"attention_mask": torch.ones_like(tokens), "past_key_values": request.cache, "streamer": watch}
@@ -174,9 +175,9 @@ class PrefixCache:
         tokens = check_tokens(input_ids)[0].numpy()
         return self.group.seal(tokens, wait="flushed", deadline_seconds=deadline_seconds)
 
-    def _begin(self, tokens: torch.Tensor) -> Request:
+    def _begin(self, tokens: torch.Tensor, name: str) -> Request:
         check_state(self._model)
-        request = Request(self._settings, tokens)
+        request = Request(self._settings, tokens, name)
         if self._mark != WeightsMark.of(self._model):
             request.bypass("the weights in memory are not those that were fingerprinted: the cache is not used")
             log.warning("%s", request.use.fault)

@@ -14,6 +14,7 @@ from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, SealReady
 from tierkv.core.instructions import AnyInstruction, OpFailed, Write, Zero
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
+from tierkv.core.recent_evictions import RecentEvictions
 from tierkv.core.state import CacheState
 from tierkv.errors import TierkvError, WireError
 from tierkv.node.mover import Mover
@@ -47,6 +48,7 @@ class CoreCalls:
         self.mover = mover
         self.leases: WaitingRoom[bytes] = WaitingRoom()
         self.seals: WaitingRoom[int] = WaitingRoom()
+        self.evictions = RecentEvictions()
         self.dropped_bytes = 0
         self.dropped_extents = 0
         self._outbox = outbox
@@ -105,7 +107,7 @@ class CoreCalls:
                 for asker in self.seals.take(effect.seal_id):
                     self._outbox.reply(asker, seal_reply(asker.request_id, effect.answer), now)
             case Evicted():
-                pass  # counted by the core
+                self.evictions.note(effect, now)
             case Dropped():
                 self.dropped_extents += 1
                 self.dropped_bytes += effect.num_bytes

@@ -1,4 +1,4 @@
-"""Requests of operators: Status, Usage, Warmup, Verify, Purge."""
+"""Requests of operators: Status, Usage, Warmup, Verify, Purge, Explain, Top."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from tierkv.core.instructions import ScrubProgress
 from tierkv.node.core_calls import CoreCalls
+from tierkv.node.explaining import Explaining
 from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
 from tierkv.node.purging import Purging
 from tierkv.node.replies import no_warmup, warmup_reply
@@ -37,6 +38,7 @@ class Operating:
             Warmup: self._warmup,
             Verify: self._verify,
             Purge: Purging(core, is_read_only=is_read_only).ask,
+            **Explaining(core).handlers,
         }
 
     def on_progress(self, report: ScrubProgress) -> None:

@@ -53,6 +53,7 @@ class Reading:
                 max_blocks=request.max_blocks,
                 deadline=deadline,
                 revocable=request.revocable,
+                name=request.name,
                 now=now,
             ),
             on_waiting=lambda: self._core.leases.add(request.grant, asker, deadline),

@@ -42,13 +42,14 @@ from tierkv.wire.messages import (
     Reply,
     Request,
     Status,
+    Top,
     Usage,
 )
 
 MAX_GROUPS = 10_000
 
-_WHILE_RECOVERING = (Hello, Status, OpenGroup)
-_WHILE_STOPPING = (Hello, Status, Usage, Commit, Abort, Release)
+_WHILE_RECOVERING = (Hello, Status, OpenGroup, Top)
+_WHILE_STOPPING = (Hello, Status, Usage, Top, Commit, Abort, Release)
 _WHEN_SLOW = (Commit, Abort, Release)
 
 log = logging.getLogger(__name__)

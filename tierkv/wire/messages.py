@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from tierkv.core.explanation import Asked, Namespace, Trace
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 
@@ -25,6 +26,8 @@ MAX_FRAME_BYTES = 16 * 2**20
 MAX_BLOCKS = 65_536  # of one request: two million tokens in blocks of 32
 MAX_PAYLOAD_BYTES = 2**20  # of blocks in one Fetch or Put: what others wait for while it is copied
 MAX_TEXT = 4_096
+MAX_NAME = 64
+MAX_EXPLAINED_TOKENS = 2**20  # whose ids are sent along with a question
 MAX_SALT = MAX_FRAME_BYTES
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -36,6 +39,7 @@ Salt = Annotated[str, Meta(max_length=MAX_SALT)]
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 KeyDigits = Annotated[str, Meta(pattern="^[0-9a-f]{16,64}$")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, Meta(ge=0, le=65_535)]
 Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
@@ -217,7 +221,8 @@ class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
 class Acquire(Request, frozen=True, kw_only=True, tag=True):
     """Lease the longest prefix of `keys` that can be resident before the deadline, at most `max_blocks` of it.
 
-    `holders` names ranks and who copies them; empty: rank 0, held by the session that asks.
+    `holders` names ranks and who copies them; empty: rank 0, held by the session that asks. `name` is what the engine
+    calls the request: the node remembers it for a while, for people, and decides nothing by it.
     """
 
     reply: ClassVar[type[Reply]] = AcquireReply
@@ -228,6 +233,7 @@ class Acquire(Request, frozen=True, kw_only=True, tag=True):
     max_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = MAX_BLOCKS
     holders: Annotated[tuple[Holder, ...], Meta(max_length=1_024)] = ()
     revocable: bool = False
+    name: Name = ""
 
     def __post_init__(self) -> None:
         _whole("keys", self.keys, 32)
@@ -616,6 +622,97 @@ class Purge(Request, frozen=True, kw_only=True, tag=True):
     dry_run: bool = False
 
 
+# ---- why, and what goes on
+
+
+class ExplainReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`namespaces`: those that are nearest to what was asked for, nearest first. `trace`: what the keys find, or those
+    of the first of `asked`, the acquires that were asked about. `tokens`: packed ids of that one's first tokens, as far
+    as extents in memory tell them. `remembered` acquires can be asked about, the oldest of `remembered_since`."""
+
+    now: float
+    namespaces: tuple[Namespace, ...] = ()
+    trace: Trace | None = None
+    asked: tuple[Asked, ...] = ()
+    tokens: bytes = b""
+    remembered: Count = 0
+    remembered_since: float = 0.0
+
+
+class Explain(Request, frozen=True, kw_only=True, tag=True):
+    """Why something is not cached; changes nothing, no last use either. Of these, any:
+
+    `wanted`: an identity's fields by name ("weights", "layout.dtype"), whole values: the namespaces nearest to it.
+    `keys` of a prompt in namespace `of`, with its packed `tokens` as far as they are known: what they find there.
+    `request`: acquires of that name, or whose name or grant id in hexadecimal begins so; `last`: the so many last
+    misses. Then `wanted` is, unless it is given, the identity of the first of them."""
+
+    reply: ClassVar[type[Reply]] = ExplainReply
+
+    wanted: Annotated[dict[Text, Salt], Meta(max_length=64)] = {}
+    of: Key | None = None
+    keys: Keys = b""
+    tokens: Annotated[bytes, Meta(max_length=4 * MAX_EXPLAINED_TOKENS)] = b""
+    request: Name = ""
+    last: Annotated[int, Meta(ge=0, le=1_000)] = 0
+
+    def __post_init__(self) -> None:
+        _whole("keys", self.keys, 32)
+        _whole("tokens", self.tokens, 4)
+
+
+class HotPrefixRow(msgspec.Struct, frozen=True):
+    """Tokens [0, tokens) of a group's prompts; those before `first_token` are hit more often, and have a row of their
+    own. `key` names the prefix. Since `since` its hits saved `saved_tokens`, and `saved_seconds` of prefill;
+    `recent_tokens` of them lately."""
+
+    group: bytes
+    model_name: str
+    key: bytes
+    first_token: int
+    tokens: int
+    hits: int
+    saved_tokens: int
+    saved_seconds: float
+    recent_tokens: float
+    since: float
+    last_used: float
+
+
+class EvictionRow(msgspec.Struct, frozen=True):
+    """Evictions of one group and kind within a second, the last of them at `at`. `to` is where the bytes still are, or
+    "dropped"."""
+
+    at: float
+    group: bytes
+    model_name: str
+    tier: str
+    to: str
+    reason: str
+    evictions: int
+    tokens: int
+    num_bytes: int
+
+
+class TopReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`queues`: reads, writes, leases and seals that wait. The hottest prefixes first, the latest evictions first.
+    `prefill_tokens_per_second` is what the savings in seconds are reckoned with, at the begin of a prompt."""
+
+    now: float
+    queues: dict[str, int]
+    hottest: tuple[HotPrefixRow, ...]
+    evictions: tuple[EvictionRow, ...]
+    prefill_tokens_per_second: float
+
+
+class Top(Request, frozen=True, kw_only=True, tag=True):
+    """What goes on, beside Status: queues, the `most` hottest prefixes and latest evictions."""
+
+    reply: ClassVar[type[Reply]] = TopReply
+
+    most: Annotated[int, Meta(ge=0, le=1_000)] = 20
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -634,6 +731,8 @@ AnyRequest = (
     | Warmup
     | Verify
     | Purge
+    | Explain
+    | Top
 )
 AnyReply = (
     Error
@@ -652,4 +751,6 @@ AnyReply = (
     | WarmupReply
     | VerifyReply
     | PurgeReply
+    | ExplainReply
+    | TopReply
 )

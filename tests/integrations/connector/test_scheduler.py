@@ -392,6 +392,14 @@ def test_what_was_loaded_is_what_was_stored(ready: Engine) -> None:
     assert ready.scheduler.counts.host_tokens == CACHED
 
 
+def test_the_node_is_told_what_the_engine_calls_the_request(ready: Engine) -> None:
+    ready.add("cmpl-7", TOKENS)
+    assert ready.wait_matched("cmpl-7") == CACHED
+    assert ready.node.look(lambda state: next(iter(state.recent)).name) == "cmpl-7"
+    ready.scheduler.finished("cmpl-7")
+    ready.node.wait_until_nothing_is_held()
+
+
 def test_a_request_that_may_not_load_is_not_asked_about(ready: Engine) -> None:
     ready.add("r", TOKENS, loads=False)
     assert ready.matched("r") == 0

@@ -252,7 +252,8 @@ class PrefixScheduler:
 
     def _send(self, state: _State, keys: bytes) -> Future[Answer]:
         tokens = dict(self._tokens)
-        state.asking = self._threads.submit(self._acquire, state.group, keys, tokens, state.until)
+        name = state.prompt.request
+        state.asking = self._threads.submit(self._acquire, name, state.group, keys, tokens, state.until)
         return state.asking
 
     def _hear(self, state: _State, limit: int) -> bool:
@@ -284,7 +285,7 @@ class PrefixScheduler:
             self.counts.misses[reason] += 1
         return True
 
-    def _acquire(self, group: int, keys: bytes, tokens: Mapping[int, bytes], until: float) -> Answer:
+    def _acquire(self, name: str, group: int, keys: bytes, tokens: Mapping[int, bytes], until: float) -> Answer:
         """In a thread of ours."""
         remaining = until - self._clock()
         if remaining <= 0:
@@ -294,7 +295,8 @@ class PrefixScheduler:
         if not all(tokens.values()) or len(tokens) < self._settings.ranks:
             return Answer(reason=Reason.SESSION_GONE, tokens=tokens)
         holders = tuple(Holder(rank, token) for rank, token in sorted(tokens.items()))
-        lease = self._groups.open(group).acquire(keys=keys, deadline_seconds=remaining, holders=holders)
+        opened = self._groups.open(group)
+        lease = opened.acquire(keys=keys, deadline_seconds=remaining, holders=holders, name=name)
         reason, cached_blocks = lease.reason, lease.cached_blocks
         if lease.blocks and {part.rank for part in lease.parts} == set(tokens):
             return Answer(
