@@ -26,7 +26,13 @@ class NumberRange(click.FloatRange):
         return number
 
 
-class SpanType(click.ParamType):
+if TYPE_CHECKING:
+    FloatType = click.ParamType[float]
+else:
+    FloatType = click.ParamType  # which older releases of click can't be told a type
+
+
+class SpanType(FloatType):
     """A span of time like "24h", as seconds."""
 
     name = "span"
