@@ -478,6 +478,31 @@ def test_all_first_questions_of_a_step_share_its_patience(node: LivingNode) -> N
         engine.close()
 
 
+def test_an_engine_with_nobody_else_to_compute_for_is_not_kept_waiting(node: LivingNode) -> None:
+    engine = Engine(node, patience_seconds=60)
+    try:
+        engine.introduce()
+        with node.keep_back(Acquire):
+            engine.add("r", TOKENS)
+            assert engine.scheduler.matched("r", 0, len(TOKENS), others_compute=False) is None
+        assert engine.scheduler._patience_left == 60
+        assert engine.wait_matched("r") == 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("computed", range(4 * BLOCK_TOKENS + 2))
+def test_a_step_has_to_be_told_of_a_request_when_it_has_something_to_store(ready: Engine, computed: int) -> None:
+    ready.add("r", TOKENS[: 4 * BLOCK_TOKENS + 1])
+    ready.wait_matched("r")
+    ready.allot("r", 0)
+    prefix = ready.scheduler._requests["r"].prefix
+    assert ready.scheduler.is_due("r", computed) == bool(prefix.to_offer(computed))
+    prefix.end()
+    assert not ready.scheduler.is_due("r", computed)
+    assert not ready.scheduler.is_due("another", computed)
+
+
 def test_a_request_does_not_wait_for_a_node_that_is_away(node: LivingNode) -> None:
     engine = Engine(node, patience_seconds=60)
     try:

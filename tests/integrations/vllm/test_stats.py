@@ -24,6 +24,7 @@ from tierkv.integrations.vllm.stats import (
     Differences,
     TierkvPromMetrics,
     TierkvStats,
+    counted_events,
     numbers_of_scheduler,
     numbers_of_worker,
 )
@@ -121,10 +122,16 @@ def test_prometheus_has_every_metric_with_vllm_s_labels(vllm_config: Any) -> Non
     assert {family.name for family in registry.collect()} == {PREFIX + name for name in [*COUNTERS, *LABELLED]}
 
 
-def test_differences_say_whether_anything_but_one_number_was_added() -> None:
-    differences = Differences()
-    assert differences.are_only_in("seconds", {"seconds": 1.0, "loads": 0, "misses": {}})
-    assert not differences.are_only_in("seconds", {"seconds": 1.0, "loads": 0, "misses": {"deadline": 1}})
-    differences.take({"seconds": 1.0, "loads": 2, "misses": {"deadline": 1}})
-    assert differences.are_only_in("seconds", {"seconds": 3.0, "loads": 2, "misses": {"deadline": 1}})
-    assert not differences.are_only_in("seconds", {"seconds": 3.0, "loads": 3, "misses": {"deadline": 1}})
+def test_counted_events_change_with_every_count_but_the_time_alone() -> None:
+    counts = SchedulerCounts()
+    seen = {counted_events(counts, {}, {})}
+    counts.seconds += 1.0
+    assert counted_events(counts, {}, {}) in seen
+    names = [one.name for one in fields(counts) if one.name not in ("seconds", "misses")]
+    for name in names:
+        setattr(counts, name, getattr(counts, name) + 1)
+        seen.add(counted_events(counts, {}, {}))
+    counts.misses["deadline"] += 1
+    seen |= {counted_events(counts, {}, {}), counted_events(counts, {"pooling": 1}, {})}
+    seen.add(counted_events(counts, {"pooling": 1}, {"asking the node": 1}))
+    assert len(seen) == len(names) + 4

@@ -77,6 +77,10 @@ class Prefix:
         """The node has lost what it had in memory, or it is another one."""
         self._offered, self._tries, self._ended = 0, 0, False
 
+    def is_due(self, final_tokens: int) -> bool:
+        """Whether `to_offer` has blocks; nothing is made for the answer."""
+        return not self._ended and final_tokens // self._block_tokens > self._offered
+
     def to_offer(self, final_tokens: int) -> range:
         """Blocks of the first `final_tokens` tokens that are still to be given to the node, none where no more are."""
         return range(0) if self._ended else range(self._offered, self.full_blocks(final_tokens))

@@ -1,7 +1,8 @@
 """The scheduler's side: what is cached of each request's prompt, what is to be loaded and stored in the next step.
 
-Nothing here waits for the node, but for at most PATIENCE_SECONDS when a request is first asked about: threads ask, and
-the engine comes back for the answer. The one that asks is this process; the grants are the workers', who copy.
+Nothing here waits for the node, but for at most PATIENCE_SECONDS when a request is first asked about while the engine
+computes for others: threads ask, and the engine comes back for the answer. The one that asks is this process; the
+grants are the workers', who copy.
 
     phase     `matched` says                      `allotted`                        `finished`
     NEW       asks -> ASKED; nothing to gain: 0;  -> RUNNING                        gone
@@ -54,7 +55,8 @@ from tierkv.wire.messages import Holder
 
 PATIENCE_SECONDS = 0.0006
 """So long the first questions of new requests may keep one step of the engine waiting: enough for what is in host
-memory, while an answer that comes later costs the request a step."""
+memory, while an answer that comes later costs the request that step. An engine that has nobody else to compute for
+takes its next step at once, and need not wait."""
 MOST_OPEN = 64
 """So many requests are asked about, or have a lease and wait for pages, at once: a lease keeps memory from all others,
 and the engine asks for every request that waits, however long the queue."""
@@ -202,9 +204,12 @@ class PrefixScheduler:
     def __contains__(self, request: str) -> bool:
         return request in self._requests
 
-    def matched(self, request: str, computed_tokens: int, num_tokens: int) -> int | None:
+    def matched(
+        self, request: str, computed_tokens: int, num_tokens: int, *, others_compute: bool = True
+    ) -> int | None:
         """How many tokens behind the first `computed_tokens` can be loaded, in whole blocks; at least one of all
-        `num_tokens` is left to compute. None: not known yet, come again. The same answer however often it is asked."""
+        `num_tokens` is left to compute. None: not known yet, come again. The same answer however often it is asked.
+        `others_compute`: the engine's step has something to compute without this request."""
         state = self._requests.get(request)
         if state is None or not state.prompt.loads:
             return 0
@@ -219,7 +224,7 @@ class PrefixScheduler:
         if state.phase is Phase.NEW:
             if limit <= computed:
                 return 0
-            if not self._ask(state, limit):
+            if not self._ask(state, limit, self._patience_left if others_compute else 0.0):
                 return None
         if state.phase is Phase.ASKED and not self._hear(state, limit):
             return None
@@ -227,7 +232,7 @@ class PrefixScheduler:
             return 0
         return max(0, min(state.answer.blocks, limit) - computed) * self._settings.block_tokens
 
-    def _ask(self, state: _State, limit: int) -> bool:
+    def _ask(self, state: _State, limit: int, patience: float) -> bool:
         """Whether there is more to know now: False while it stands in line."""
         now, deadline = self._clock(), self._settings.load_deadline_seconds
         if len(self._open) >= MOST_OPEN:
@@ -237,9 +242,11 @@ class PrefixScheduler:
         self.counts.asked += 1
         self._move(state, Phase.ASKED)
         state.until, state.holders_until = now + deadline, now + min(deadline, HOLDER_SECONDS)
-        started = time.monotonic()
-        wait((self._send(state, keys),), self._patience_left)
-        self._patience_left = max(0.0, self._patience_left - (time.monotonic() - started))
+        asking = self._send(state, keys)
+        if patience > 0:
+            started = time.monotonic()
+            wait((asking,), patience)
+            self._patience_left = max(0.0, self._patience_left - (time.monotonic() - started))
         return True
 
     def _move(self, state: _State, phase: Phase) -> None:
@@ -364,29 +371,36 @@ class PrefixScheduler:
 
     # ---- a step
 
-    def step(self, scheduled: Iterable[Scheduled], *, is_idle: bool) -> Plan:
+    def is_due(self, request: str, tokens: int) -> bool:
+        """Whether a step behind which the KV of the request's first `tokens` tokens is there has something to store, so
+        that `step` is to be told of it. Most steps add a token or two to a block that is not full."""
+        state = self._requests.get(request)
+        return state is not None and state.prefix.is_due(tokens)
+
+    def step(self, scheduled: Sequence[Scheduled], *, is_idle: bool) -> Plan:
         """What the workers are to do in this step."""
         self._patience_left = self._settings.patience_seconds
-        stores = []
-        for one in scheduled:
-            state = self._requests.get(one.request)
-            if state is None:
-                continue
-            job = self._fence.run("planning a store", lambda state=state, one=one: self._store(state, one), None)  # type: ignore[misc]
-            if job is not None:
-                stores.append(job)
-        loads, self._loads = tuple(self._loads), []
-        seals, self._seals = tuple(self._seals), []
-        broken, self._broken = tuple(self._broken), []
+        if not (scheduled or self._loads or self._seals or self._broken or self._groups.has_news):
+            return Plan(is_idle=is_idle)  # as in most steps
+        stores = tuple(job for one in scheduled if (job := self._planned_store(one)) is not None)
+        loads, self._loads = self._loads, []
+        seals, self._seals = self._seals, []
+        broken, self._broken = self._broken, []
         return Plan(
             groups=self._groups.untold(),
             dropped_groups=self._groups.dropped(),
-            loads=loads,
-            broken_loads=broken,
-            stores=tuple(stores),
-            seals=seals,
+            loads=tuple(loads),
+            broken_loads=tuple(broken),
+            stores=stores,
+            seals=tuple(seals),
             is_idle=is_idle,
         )
+
+    def _planned_store(self, one: Scheduled) -> StoreJob | None:
+        state = self._requests.get(one.request)
+        if state is None:
+            return None
+        return self._fence.run("planning a store", lambda: self._store(state, one), None)
 
     def _store(self, state: _State, one: Scheduled) -> StoreJob | None:
         prefix = state.prefix
@@ -561,6 +575,11 @@ class _Groups:
             spec = self._specs[number]
             group = self._opened[number] = open_group(self._client, spec)
         return group
+
+    @property
+    def has_news(self) -> bool:
+        """For the workers."""
+        return bool(self._untold or self._dropped)
 
     def untold(self) -> dict[int, GroupSpec]:
         """Those that the workers haven't been told yet; told with this call."""

@@ -51,6 +51,7 @@ from tierkv.integrations.vllm.stats import (
     Differences,
     TierkvPromMetrics,
     TierkvStats,
+    counted_events,
     numbers_of_scheduler,
     numbers_of_worker,
 )
@@ -204,7 +205,10 @@ class TierkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- in both
 
     def get_kv_connector_stats(self) -> TierkvStats | None:
-        stats = TierkvStats.of((self._scheduler_side or self._working).take_numbers())
+        numbers = (self._scheduler_side or self._working).take_numbers()
+        if not numbers:
+            return None
+        stats = TierkvStats.of(numbers)
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
@@ -254,7 +258,10 @@ class SchedulerSide:
         self._say_hello(engine)
         self._requests: dict[str, Any] = {}  # those that use the cache, until they are finished
         self._bypassed: dict[str, int] = {}
+        self._computing: set[str] = set()  # of the last step, until they are finished; also those without the cache
         self._differences = Differences()
+        self._has_acted = True  # since vLLM last asked for numbers: only then something can have been counted
+        self._told: tuple[int, ...] = ()
         self._seconds_told_at = 0.0
 
     def _say_hello(self, engine: EngineIdentity) -> None:
@@ -311,7 +318,9 @@ class SchedulerSide:
     def _matched(self, request: Any, num_computed_tokens: int) -> int | None:
         if not self._reader.still_holds(request):
             return 0
-        return self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens)
+        return self._scheduler.matched(
+            request.request_id, num_computed_tokens, request.num_tokens, others_compute=bool(self._computing)
+        )
 
     def allotted(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._timed(
@@ -332,7 +341,9 @@ class SchedulerSide:
         nobody: list[Scheduled] = []
         scheduled = self._fence.run("looking at a step", lambda: self._scheduled(scheduler_output), nobody)
         plan = self._scheduler.step(scheduled, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
-        self._fence.run("noting events", lambda: self.events.planned(plan, self._requests), None)
+        if plan.stores:
+            self._has_acted = True
+            self._fence.run("noting events", lambda: self.events.planned(plan, self._requests), None)
         self._scheduler.counts.seconds += time.perf_counter() - started
         return plan
 
@@ -341,14 +352,16 @@ class SchedulerSide:
         metadata = connector_output.kv_connector_worker_meta
         if metadata is not None:
             self._timed("hearing the workers", lambda: self._hear(metadata.report), None)
-        ended = connector_output.finished_recving or ()
-        self._timed("hearing of loads", lambda: self._scheduler.loaded(ended), None)
+        ended = connector_output.finished_recving
+        if ended:
+            self._timed("hearing of loads", lambda: self._scheduler.loaded(ended), None)
 
     def _hear(self, report: Report) -> None:
         for request, first_block, blocks in self._scheduler.report(report):
             self.events.stored(request, first_block, blocks)
 
     def finished(self, request: Any) -> None:
+        self._computing.discard(request.request_id)
         self._requests.pop(request.request_id, None)
         self._timed("ending a request", lambda: self._scheduler.finished(request.request_id), None)
 
@@ -368,31 +381,39 @@ class SchedulerSide:
         self._client.close()
 
     def take_numbers(self) -> dict[str, Any]:
-        numbers = numbers_of_scheduler(self._scheduler.counts, self._bypassed, self._fence.faults)
-        now = time.monotonic()
-        if now < self._seconds_told_at + SECONDS_TOLD_EVERY and self._differences.are_only_in(
-            "scheduler_seconds", numbers
-        ):
+        """vLLM asks after every step. The time taken, which changes with each, is told with the rest or once a
+        second."""
+        if not self._has_acted:
             return {}
-        self._seconds_told_at = now
-        return self._differences.take(numbers)
+        self._has_acted = False
+        counts, faults = self._scheduler.counts, self._fence.faults
+        told, now = counted_events(counts, self._bypassed, faults), time.monotonic()
+        if told == self._told and now < self._seconds_told_at + SECONDS_TOLD_EVERY:
+            return {}
+        self._told, self._seconds_told_at = told, now
+        return self._differences.take(numbers_of_scheduler(counts, self._bypassed, faults))
 
     def _scheduled(self, scheduler_output: Any) -> list[Scheduled]:
-        """Of the step's requests those that use the cache, as they will be behind it."""
-        tables = scheduler_output.kv_connector_block_state
-        cached = scheduler_output.scheduled_cached_reqs
+        """Of the step's requests those of which something is to be stored, as they will be behind it."""
+        added, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+        self._computing = set(added)
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed.update({new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs})
+        for new in scheduler_output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
         return [
-            Scheduled(
-                request=name,
-                computed_tokens=computed[name] + tokens,
-                known_tokens=self._requests[name].num_tokens,
-                pages=lambda first, end, name=name: self._pages(tables.get_block_ids(name), first, end),  # type: ignore[misc]
-            )
-            for name, tokens in scheduler_output.num_scheduled_tokens.items()
-            if name in self._requests and self._reader.still_holds(self._requests[name])
+            self._as_scheduled(scheduler_output, name, computed[name] + tokens)
+            for name, tokens in added.items()
+            if self._scheduler.is_due(name, computed[name] + tokens) and self._reader.still_holds(self._requests[name])
         ]
+
+    def _as_scheduled(self, scheduler_output: Any, name: str, computed_tokens: int) -> Scheduled:
+        tables = scheduler_output.kv_connector_block_state
+        return Scheduled(
+            request=name,
+            computed_tokens=computed_tokens,
+            known_tokens=self._requests[name].num_tokens,
+            pages=lambda first, end: self._pages(tables.get_block_ids(name), first, end),
+        )
 
     def _pages(self, block_ids: tuple[list[int], ...], first: int, end: int) -> Pages:
         return tuple(
@@ -401,6 +422,7 @@ class SchedulerSide:
 
     def _timed(self, what: str, action: Callable[[], T], otherwise: T) -> T:
         started = time.perf_counter()
+        self._has_acted = True
         result = self._fence.run(what, action, otherwise)
         self._scheduler.counts.seconds += time.perf_counter() - started
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -83,11 +84,6 @@ class Differences:
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
 
-    def are_only_in(self, name: str, numbers: dict[str, Any]) -> bool:
-        """Whether nothing else was added."""
-        others = (other for other in numbers if other != name)
-        return not any(_less(numbers[other], self._before.get(other)) for other in others)
-
     def take(self, numbers: dict[str, Any]) -> dict[str, Any]:
         before, self._before = self._before, numbers
         return {name: _less(value, before.get(name)) for name, value in numbers.items()}
@@ -99,6 +95,14 @@ def _less(value: Any, before: Any) -> Any:
         added = {label: number - known.get(label, 0) for label, number in value.items()}
         return {label: number for label, number in added.items() if number}
     return value - (before or 0)
+
+
+_EVENTS = attrgetter(*(one.name for one in fields(SchedulerCounts) if one.name in COUNTERS))
+
+
+def counted_events(counts: SchedulerCounts, bypassed: dict[str, int], faults: dict[str, int]) -> tuple[int, ...]:
+    """Another one whenever something was counted, time aside: what every step can be asked for."""
+    return (*_EVENTS(counts), sum(counts.misses.values()), sum(bypassed.values()), sum(faults.values()))
 
 
 def numbers_of_scheduler(counts: SchedulerCounts, bypassed: dict[str, int], faults: dict[str, int]) -> dict[str, Any]:
