@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,7 +207,7 @@ class VllmServer:
         if self._process is None:
             return
         group = self._process.pid
-        shared = _shared_memory(group)
+        shared = _shared_memory(_members(group))
         for pid in _members(group):
             if not _is_resource_tracker(pid):
                 with suppress(ProcessLookupError):  # it ended with the one before it
@@ -216,7 +216,7 @@ class VllmServer:
         self._process = None
         try:
             wait_until(lambda: not _members(group), f"no process of vLLM {self.name} is left")
-            wait_until(lambda: not any(path.exists() for path in shared), f"no shared memory of it is left: {shared}")
+            wait_until(lambda: not _left_behind(shared), f"no shared memory of it is left: {shared}")
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -435,10 +435,16 @@ def _num_unfinished(now: Counters) -> float:
     return now.total("vllm:num_requests_running") + now.total("vllm:num_requests_waiting")
 
 
-def _shared_memory(group: int) -> set[Path]:
-    """Files in /dev/shm that its processes have mapped."""
+def _left_behind(shared: set[Path]) -> set[Path]:
+    """Those that are still there and that nobody has mapped: others, a cache's own server say, may share some."""
+    there = {path for path in shared if path.exists()}
+    return there - _shared_memory(map(int, filter(str.isdigit, os.listdir("/proc")))) if there else there
+
+
+def _shared_memory(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped."""
     found = set()
-    for pid in _members(group):
+    for pid in pids:
         with suppress(OSError):  # it has just ended
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
             found |= {Path(line.split()[5]) for line in maps if "/dev/shm/" in line and "(deleted)" not in line}
