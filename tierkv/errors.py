@@ -18,6 +18,7 @@
     |-- UnsupportedModel         an integration refuses a model it can't serve rightly
     |-- UnsupportedEngine        an integration refuses an engine, its version or its settings; says what to do
     |-- ForkedClient             a client is used in a forked child
+    |-- TraceUnreadable          a file is no trace that can be replayed; says where           exit 2
     `-- BrokenInvariant          a promise of ours is broken: a bug, with its story
 
 Expected outcomes (a miss, no room, not ready) are return values and never exceptions.
@@ -133,6 +134,13 @@ class UnsupportedEngine(TierkvError):
 
 class ForkedClient(TierkvError):
     pass
+
+
+class TraceUnreadable(TierkvError):
+    exit_code = 2
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
 
 
 class BrokenInvariant(TierkvError):

@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": "Check every file on disk against its checksums.",
     "torture": "Put a node of its own under every fault there is.",
     "purge": "Make data unreachable and remove it from every tier.",
+    "replay": "Replay a trace against policies and capacities.",
     "fingerprint": "Print a model's fingerprint and its files.",
     "config": "Show the settings in force and where each came from.",
 }
