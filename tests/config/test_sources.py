@@ -43,6 +43,7 @@ VALUES = {
     "extent_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "seal_after_seconds": ("1", "2", 3.5),
     "touch_seconds": ("1.5", "2.5", 3.5),
+    "prefill_tokens_per_second": ("1", "2", 3.5),
     "index_map_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "io_threads": ("1", "2", 3),
     "inflight_writes": ("1", "2", 3),

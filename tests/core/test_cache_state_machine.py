@@ -44,6 +44,7 @@ from tierkv.core.grants import (
     LeaseReady,
     NeverHit,
     Refused,
+    Regretted,
     Reservation,
     SealAnswer,
     SealReady,
@@ -333,7 +334,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert effect.blocks > 0
                 if effect.tier == "nvme":
                     self.take_back(effect.group, effect.key)  # while the worker is away, nothing else tells of it
-            elif not isinstance(effect, Dropped | NeverHit):
+            elif not isinstance(effect, Dropped | NeverHit | Regretted):
                 self.instruct(effect)
 
     def instruct(self, instruction: object) -> None:

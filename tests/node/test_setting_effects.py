@@ -73,6 +73,10 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"touch_seconds": limits},
         "tests/core/test_cascade.py::test_last_use_goes_to_disk_every_so_many_seconds",
     ),
+    "prefill_tokens_per_second": (
+        {"prefill_tokens_per_second": limits},
+        "tests/core/test_ghosts.py::test_asking_for_what_was_evicted_is_told_as_a_regret_with_what_it_costs",
+    ),
     "index_map_bytes": (
         {"index_map_bytes": worker},
         "tests/storage/test_catalog.py::test_a_huge_map_is_had_whole",

@@ -33,7 +33,8 @@ PAGE_BYTES = 4096
 
 Size = Annotated[int, named(parse_size)]
 Seconds = Annotated[float, named(parse_number)]
-PositiveSeconds = Annotated[float, named(parse_positive)]
+PositiveNumber = Annotated[float, named(parse_positive)]
+PositiveSeconds = PositiveNumber
 Directory = Annotated[Path, named(parse_path)]
 DirectIo = Literal["auto", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -130,6 +131,13 @@ class Settings(BaseModel):
         300.0,
         "How often the files in data_dir are held against what is counted: others may remove some.",
         unit="seconds",
+    )
+    prefill_tokens_per_second: PositiveNumber = _setting(
+        12_000.0,
+        "Tokens that an engine prefills in a second at the start of a prompt: what recomputing costs is reckoned "
+        "from it.",
+        unit="tokens/second",
+        topic="What stays",
     )
     io_threads: Annotated[int, named(whole(1, 256))] = _setting(
         4, "Threads of the storage worker that read and write files.", unit="threads", topic="Work"

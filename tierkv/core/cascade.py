@@ -24,7 +24,7 @@ from tierkv.core.instructions import (
     WriteDone,
 )
 from tierkv.core.keys import KEY_BYTES
-from tierkv.core.ledger import Group, Ledger
+from tierkv.core.ledger import Departure, Group, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeEvent, NvmeState
 from tierkv.core.slab_relief import find_relief, has_older
@@ -108,50 +108,50 @@ class Cascade:
         while (have := ledger.pool.available(slot_bytes)) < count:
             if ledger.wiping_bytes >= (count - have) * slot_bytes:
                 break  # there will be room in a moment: nobody's blocks go for it
-            may_relieve = may_relieve and self._relieve(slot_bytes)
+            may_relieve = may_relieve and self._relieve(slot_bytes, now)
             if may_relieve:
                 continue
             if not (
-                self._evict_next(slot_bytes, count - have)
+                self._evict_next(slot_bytes, count - have, now)
                 or self._drop_oldest_staged(slot_bytes)
-                or self._take_slab(slot_bytes, None)
+                or self._take_slab(slot_bytes, None, now)
             ):
                 self._seal_for_room(slot_bytes, now)
                 break
         return min(count, ledger.pool.available(slot_bytes))
 
-    def make_ready(self, slot_bytes: int, count: int) -> None:
+    def make_ready(self, slot_bytes: int, count: int, now: float) -> None:
         """Like `make_room`, ahead of the asking: takes only what is next in the order anyway."""
         pool = self._ledger.pool
         may_relieve = True
         while (have := pool.available(slot_bytes)) < count:
-            may_relieve = may_relieve and self._relieve(slot_bytes)
-            if not (may_relieve or self._evict_next(slot_bytes, count - have)):
+            may_relieve = may_relieve and self._relieve(slot_bytes, now)
+            if not (may_relieve or self._evict_next(slot_bytes, count - have, now)):
                 return
 
-    def _relieve(self, slot_bytes: int) -> bool:
+    def _relieve(self, slot_bytes: int, now: float) -> bool:
         """Take a slab of another size in which all is older than what this one would have to give up. Else a size that
         came late would live on one slab beside another's old blocks for ever."""
         rank = self._ledger.host_order(slot_bytes).oldest()
-        return rank is not None and has_older(self._ledger, slot_bytes, rank) and self._take_slab(slot_bytes, rank)
+        return rank is not None and has_older(self._ledger, slot_bytes, rank) and self._take_slab(slot_bytes, rank, now)
 
-    def _evict_next(self, slot_bytes: int, slots_needed: int) -> bool:
+    def _evict_next(self, slot_bytes: int, slots_needed: int, now: float) -> bool:
         victim = self._ledger.host_order(slot_bytes).pop()
         if victim is not None:
-            self._evict_from_host(victim, slots_needed)
+            self._evict_from_host(victim, slots_needed, now)
         return victim is not None
 
-    def _take_slab(self, slot_bytes: int, older_than: Rank | None) -> bool:
+    def _take_slab(self, slot_bytes: int, older_than: Rank | None, now: float) -> bool:
         if not self._ledger.pool.fits(slot_bytes):
             return False
         relief = find_relief(self._ledger, slot_bytes, older_than)
         before = self._ledger.pool.used_bytes
         for extent, remaining in relief.cuts if relief is not None else ():
             if extent.longest_host_blocks > remaining:
-                self._leave_host(extent, remaining)
+                self._leave_host(extent, remaining, now)
         return self._ledger.pool.used_bytes < before  # or whoever makes room would ask again without end
 
-    def _evict_from_host(self, extent: Extent, slots_needed: int) -> None:
+    def _evict_from_host(self, extent: Extent, slots_needed: int, now: float) -> None:
         """From the tail, as few blocks as will do, at most one recency segment of the extent."""
         ledger = self._ledger
         floor = ledger.host_floor(extent)
@@ -167,9 +167,9 @@ class Cascade:
         while remaining > floor and freed < slots_needed:
             remaining -= 1
             freed += sum(len(slots) > remaining for slots in extent.slots)
-        self._leave_host(extent, remaining)
+        self._leave_host(extent, remaining, now)
 
-    def _leave_host(self, extent: Extent, remaining: int) -> None:
+    def _leave_host(self, extent: Extent, remaining: int, now: float) -> None:
         ledger = self._ledger
         group = ledger.group_of(extent)
         stays_on_nvme = extent.nvme is NvmeState.PRESENT
@@ -203,7 +203,7 @@ class Cascade:
             if ledger.has_nvme and group.persistent:
                 reason = Reason.EVICTED if self.is_writable else Reason.NVME_DEGRADED
                 ledger.counts.dropped_unwritten_bytes[reason] += freed
-            ledger.cut_extent(extent, remaining)
+            ledger.cut_extent(extent, remaining, Departure("host", Reason.EVICTED, now))
             if remaining == 0:
                 self._unwritten.pop(extent, None)
         ledger.reconsider(extent)
@@ -508,7 +508,7 @@ class Cascade:
         victim.move(NvmeEvent.EVICT)
         victim.why_not_there = Reason.EVICTED
         self._issue_removes(victim)
-        ledger.cut_extent(victim, stays_in_host)
+        ledger.cut_extent(victim, stays_in_host, Departure("nvme", Reason.EVICTED, now))
         self._neighbours_changed(victim)
         return True
 
@@ -547,17 +547,17 @@ class Cascade:
         extent.move(NvmeEvent.LOST)
         extent.why_not_there = reason
         self._issue_removes(extent, Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else None)
-        self.cut_safely(extent, extent.host_blocks, now)
+        self.cut_safely(extent, extent.host_blocks, Departure("nvme", reason, now))
         self.read_problems.setdefault(extent, reason)
         self._mark_unwritten(extent, at_once=True)
         self._neighbours_changed(extent)
 
-    def cut_safely(self, extent: Extent, num_blocks: int, now: float) -> None:
+    def cut_safely(self, extent: Extent, num_blocks: int, departure: Departure) -> None:
         """Cut an extent that others may hold. It never grows again, lest they find another branch's blocks in it."""
         if num_blocks < extent.num_blocks:
-            self._ledger.cut_extent(extent, num_blocks)
+            self._ledger.cut_extent(extent, num_blocks, departure)
         if extent.in_tree and not extent.sealed:
-            self.seal(extent, now)
+            self.seal(extent, departure.now)
 
     def condemn(self, extent: Extent, num_blocks: int, reason: Reason, now: float) -> None:
         """Blocks from `num_blocks` on are bad, wherever they are: no tier keeps them."""
@@ -570,7 +570,7 @@ class Cascade:
             elif extent.nvme is NvmeState.QUEUED and num_blocks == 0:
                 self._drop_queued(extent, reason, now)
         if extent.in_tree:
-            self.cut_safely(extent, min(num_blocks, extent.num_blocks), now)
+            self.cut_safely(extent, min(num_blocks, extent.num_blocks), Departure("host", reason, now))
         self.read_problems.setdefault(extent, reason)
         self._neighbours_changed(extent)
 
@@ -591,7 +591,7 @@ class Cascade:
             self.removing_bytes += extent.nvme_bytes
             self._to_sweep[extent] = None
         if extent.in_tree:
-            self._ledger.cut_extent(extent, 0)
+            self._ledger.cut_extent(extent, 0, None)
         self._neighbours_changed(extent)
 
     def swept(self, extents: Iterable[Extent], now: float) -> None:

@@ -18,6 +18,7 @@ class Counters:
     revoked_leases: int = 0
     refused_blocks: Counter[str] = field(default_factory=Counter)  # not granted a slot, by reason
     shortened_leases: Counter[str] = field(default_factory=Counter)
+    regretted_tokens: Counter[str] = field(default_factory=Counter)  # asked for after they were evicted, by why
     evicted_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (tier, reason)
     evicted_blocks: Counter[tuple[str, str]] = field(default_factory=Counter)
     dropped_unwritten_bytes: Counter[str] = field(default_factory=Counter)  # left host memory and was nowhere else

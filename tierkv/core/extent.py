@@ -53,6 +53,7 @@ class Extent:
         "branch_points",
         "condemned",
         "created",
+        "cut_at",
         "doomed",
         "extras",
         "first_token",
@@ -109,6 +110,7 @@ class Extent:
         self.reading: dict[int, int] = {}  # rank -> op of the read that fills its slots
         self.holds: dict[Hashable, int] = {}  # who -> how many blocks from the first must stay
         self.doomed: list[Doomed] = []
+        self.cut_at = b""  # key of the first block that was cut off, as long as none is in its place
         self.above: Branch | None = None
         self.branch_points: dict[int, Branch] = {}
         self.created = created

@@ -170,7 +170,22 @@ class NeverHit:
     written_bytes: int
 
 
-Notice = LeaseReady | SealReady | Evicted | Dropped | NeverHit
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regretted:
+    """An acquire asked for blocks that were cached once and are in no tier any more: what it has to compute again, in
+    tokens and in seconds of prefill. `key` is the first of them, `tier` the last that had them."""
+
+    group: bytes
+    key: bytes
+    tier: str
+    blocks: int
+    tokens: int
+    seconds: float
+    evicted_at: float
+    reason: Reason
+
+
+Notice = LeaseReady | SealReady | Evicted | Dropped | NeverHit | Regretted
 
 
 # ---- what the core remembers of live grants

@@ -10,11 +10,12 @@ from collections import deque
 from tierkv.core.absence import find_absence
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
-from tierkv.core.grants import Lease, LeaseReady, LeaseState, Part, Refused, Segment, Waiting, path_blocks
-from tierkv.core.keys import count_keys, key_at
+from tierkv.core.grants import Lease, LeaseReady, LeaseState, Part, Refused, Regretted, Segment, Waiting, path_blocks
+from tierkv.core.keys import count_keys, key_at, split_keys
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquire
+from tierkv.core.value.cost import prefill_seconds
 
 _NEVER = float("inf")
 
@@ -60,6 +61,7 @@ class Leases:
             return Refused(Reason.LAYOUT_MISMATCH)
         path = ledger.tree.walk(group, keys)
         cached = path[-1].start + path[-1].blocks if path else 0
+        self._regret(group, keys, cached)
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
         resident = self._resident_blocks(path, tuple(by_rank))
         asked = count_keys(keys)
@@ -155,6 +157,27 @@ class Leases:
     def deadlines(self) -> list[float]:
         due = [lease.deadline for lease in self._waiting.values()]
         return due + [self._revoke_due(lease) for lease in self._ledger.leases.values() if lease.revocable]
+
+    def _regret(self, group: bytes, keys: bytes, cached: int) -> None:
+        """Of the blocks behind the cached ones, those that were cached once have to be computed again."""
+        ledger = self._ledger
+        if not ledger.ghosts:
+            return
+        for stretch in ledger.ghosts.along(group, split_keys(keys, cached)):
+            ghost = stretch.ghost
+            ledger.counts.regretted_tokens[ghost.reason] += ghost.tokens
+            ledger.effects.append(
+                Regretted(
+                    group=group,
+                    key=ghost.key,
+                    tier=ghost.tier,
+                    blocks=ghost.blocks,
+                    tokens=ghost.tokens,
+                    seconds=prefill_seconds(ghost.tokens, ghost.first_token, ledger.limits.prefill_tokens_per_second),
+                    evicted_at=ghost.evicted_at,
+                    reason=ghost.reason,
+                )
+            )
 
     def _charge(self, lease: LeaseState, blocks: int) -> None:
         slot_bytes = self._ledger.groups[lease.group].slot_bytes

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from tierkv.core.counters import Counters
 from tierkv.core.extent import Doomed, Extent
+from tierkv.core.ghosts import Ghost, Ghosts
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, TicketState
 from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
-from tierkv.core.keys import TOKEN_BYTES
+from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
@@ -46,6 +47,8 @@ class Limits:
     touch_seconds: float = 5.0
     revoke_after_seconds: float = 30.0
     retry_seconds: float = 1.0
+    prefill_tokens_per_second: float = 12_000.0  # of an engine, at the start of a prompt
+    ghosts: int = 262_144  # most records of what was evicted
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +97,15 @@ class StagedBlock:
     since: float
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Blocks leave the last tier that had them: which, why and when."""
+
+    tier: str
+    reason: Reason
+    now: float
+
+
 @dataclass(slots=True, eq=False)
 class Wipe:
     """Memory that is being zeroed: slots, and ranges that belong to none."""
@@ -127,6 +139,7 @@ class Ledger:
         self.tickets: dict[bytes, TicketState] = {}
         self.leases: dict[bytes, LeaseState] = {}
         self.ended = EndedGrants()
+        self.ghosts = Ghosts(limits.ghosts)
         self.recent = RecentAcquires()
         self.refusals = Refusals()
         self.hottest = Hottest()
@@ -219,9 +232,12 @@ class Ledger:
             if index >= first:
                 self._reconsider_all(branch.kids)
 
-    def cut_extent(self, extent: Extent, num_blocks: int) -> None:
-        """The blocks from `num_blocks` on are no longer cached, in any rank. Down to 0 the extent leaves the tree."""
+    def cut_extent(self, extent: Extent, num_blocks: int, departure: Departure | None) -> None:
+        """The blocks from `num_blocks` on are no longer cached, in any rank; they are remembered, unless there is no
+        `departure`. Down to 0 the extent leaves the tree."""
         group = self.group_of(extent)
+        if departure is not None:
+            self._remember(extent, num_blocks, departure)
         for rank in range(group.ranks):
             self.cut_host(extent, rank, num_blocks)
         group.blocks -= extent.num_blocks - num_blocks
@@ -237,6 +253,29 @@ class Ledger:
         if extent.extras:
             extent.extras = {index: extra for index, extra in extent.extras.items() if index < num_blocks}
         extent.hot_blocks = min(extent.hot_blocks, num_blocks)
+
+    def _remember(self, extent: Extent, num_blocks: int, departure: Departure) -> None:
+        """Ghosts of the blocks from `num_blocks` on: one a segment, the last first, for each joins what follows it."""
+        hot = min(max(num_blocks, extent.hot_blocks), extent.num_blocks)
+        for start, stop, used in ((hot, extent.num_blocks, extent.tail_used), (num_blocks, hot, extent.last_used)):
+            if start == stop:
+                continue
+            keys = extent.keys[start * KEY_BYTES : stop * KEY_BYTES]
+            ghost = Ghost(
+                group=extent.group,
+                key=keys[:KEY_BYTES],
+                keys=keys,
+                blocks=stop - start,
+                first_token=extent.first_token + start * self.group_of(extent).block_tokens,
+                block_tokens=self.group_of(extent).block_tokens,
+                hits=extent.hits,
+                last_used=used,
+                evicted_at=departure.now,
+                tier=departure.tier,
+                reason=departure.reason,
+            )
+            self.ghosts.note(ghost, extent.cut_at)
+            extent.cut_at = ghost.key
 
     def _remove_extent(self, extent: Extent) -> None:
         group = self.group_of(extent)

@@ -249,6 +249,9 @@ class Publisher:
             step = group.block_tokens * TOKEN_BYTES
             extent.tokens += run.tokens[start * step : stop * step]
         extent.last_append = extent.last_used = extent.tail_used = now
+        extent.cut_at = b""
+        if ledger.ghosts:
+            ledger.ghosts.claim(extent.group, run.block_keys[start:stop])
         ledger.grow_extent(extent, b"".join(run.block_keys[start:stop]), [slots[start:stop] for slots in run.slots])
         extent.hot_blocks = extent.num_blocks
         group.last_used = now

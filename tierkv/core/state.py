@@ -245,7 +245,7 @@ class CacheState:
 
     def make_ready(self, now: float) -> list[Effect]:
         """To be called when nobody waits: have the room that the next reservation will ask for."""
-        self._tickets.make_ready()
+        self._tickets.make_ready(now)
         return self._effects_after(now)
 
     def commit(self, grant: bytes, now: float) -> tuple[Committed | Refused, list[Effect]]:

@@ -126,7 +126,7 @@ class Tickets:
     def expects_more(self) -> bool:
         return self._expected is not None
 
-    def make_ready(self) -> None:
+    def make_ready(self, now: float) -> None:
         """Evict now what the next reservation would have to wait for, if it is like the last one; a share of host
         memory at most."""
         if self._expected is None:
@@ -134,7 +134,7 @@ class Tickets:
         slot_bytes, count = self._expected
         self._expected = None
         most = self._ledger.limits.host_bytes // AHEAD_SHARE // slot_bytes
-        self._cascade.make_ready(slot_bytes, min(count, most))
+        self._cascade.make_ready(slot_bytes, min(count, most), now)
 
     def commit(self, grant: bytes, now: float) -> Committed | Refused:
         """Every copy into the slots has completed: publish all blocks of the ticket."""

@@ -129,6 +129,11 @@ METRICS: tuple[Declared, ...] = (
         _by(lambda s: s.core.shortened_leases),
     ),
     Declared(
+        "regretted_tokens_total", "counter", "tokens", ("reason",),
+        "Tokens asked for that were cached once, by why they no longer are: they are computed again.",
+        _by(lambda s: s.core.regretted_tokens),
+    ),
+    Declared(
         "revoked_leases_total", "counter", "", (), "Revocable leases taken back.", _one(lambda s: s.core.revoked_leases)
     ),
     Declared(

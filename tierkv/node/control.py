@@ -47,6 +47,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     inflight_writes: int
     inflight_reads: int
     touch_seconds: float
+    prefill_tokens_per_second: float
     hang_seconds: float
     metrics_port: int | None
     metrics_host: str

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, SealReady, Waiting
+from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, Regretted, SealReady, Waiting
 from tierkv.core.instructions import AnyInstruction, OpFailed, Write, Zero
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
@@ -108,6 +108,8 @@ class CoreCalls:
                     self._outbox.reply(asker, seal_reply(asker.request_id, effect.answer), now)
             case Evicted():
                 self.evictions.note(effect, now)
+            case Regretted():
+                pass  # counted by the core
             case Dropped():
                 self.dropped_extents += 1
                 self.dropped_bytes += effect.num_bytes

@@ -103,6 +103,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
         inflight_reads=settings.inflight_reads,
         page_bytes=PAGE_BYTES,
         touch_seconds=settings.touch_seconds,
+        prefill_tokens_per_second=settings.prefill_tokens_per_second,
     )
 
 

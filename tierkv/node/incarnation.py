@@ -171,6 +171,7 @@ def front_settings(settings: Settings) -> FrontSettings:
         inflight_writes=settings.inflight_writes,
         inflight_reads=settings.inflight_reads,
         touch_seconds=settings.touch_seconds,
+        prefill_tokens_per_second=settings.prefill_tokens_per_second,
         hang_seconds=settings.hang_seconds,
         metrics_port=settings.metrics_port,
         metrics_host=settings.metrics_host,
