@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": "Run a node until it is told to stop.",
     "status": "Show how the node is.",
     "du": "Show what takes how much room.",
-    "warmup": "Bring what was used last from NVMe to memory.",
+    "warmup": "Bring what saves most from NVMe to memory.",
     "verify": "Check every file on disk against its checksums.",
     "torture": "Put a node of its own under every fault there is.",
     "purge": "Make data unreachable and remove it from every tier.",

@@ -48,22 +48,27 @@ def tierkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @dataclass
 class FakeNode:
-    """What an Operator answers. `steps` are yielded by warm-ups and verifications, exceptions among them raised."""
+    """What an Operator answers. `steps` are yielded by warm-ups and verifications, exceptions among them raised, and a
+    number is the incarnation from there on; when they are asked for once more, the first of `later_steps`, if there are any."""
 
     endpoint: str = "/run/tierkv"
     is_there: bool = True
-    statuses: list[StatusReply] = field(default_factory=list)
+    statuses: list[Any] = field(default_factory=list)
     rows: tuple[UsageRow, ...] = ()
     tiers: tuple[TierUsage, ...] = ()
-    steps: list[WarmupReply | VerifyReply | BaseException] = field(default_factory=list)
+    steps: list[WarmupReply | VerifyReply | BaseException | int] = field(default_factory=list)
+    later_steps: list[list[WarmupReply | VerifyReply | BaseException | int]] = field(default_factory=list)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cancelled: bool = False
+    incarnation: int = 1
 
     def is_connected(self) -> bool:
         return self.is_there
 
     def status(self) -> StatusReply:
         self._require()
+        if isinstance(self.statuses[0], NodeUnreachable):
+            raise self.statuses.pop(0)
         return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
 
     def usage(self) -> UsageReply:
@@ -81,9 +86,13 @@ class FakeNode:
         self.asked.append((verb, arguments))
         finished = False
         try:
-            for step in self.steps:
+            steps, self.steps = self.steps, self.later_steps.pop(0) if self.later_steps else self.steps
+            for step in steps:
                 if isinstance(step, BaseException):
                     raise step
+                if isinstance(step, int):
+                    self.incarnation = step
+                    continue
                 finished = step.finished
                 yield step
         finally:

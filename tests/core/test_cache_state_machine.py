@@ -56,6 +56,7 @@ from tierkv.core.purges import MAX_REMEMBERED, PurgePhase
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 from tierkv.core.state import CacheState, Limits
+from tierkv.core.warmup import WarmupScope
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining takes minutes here
 settings.register_profile(
@@ -936,7 +937,7 @@ class CacheMachine(RuleBasedStateMachine):
         job = self.name("warmup")
         self.warmups.append(job)
         evictable = {extent.key: extent.host_blocks for extent in self.state._ledger.tree}
-        self.absorb(self.state.start_warmup(job, budget, "", self.now))
+        self.absorb(self.state.start_warmup(job, WarmupScope(budget_bytes=budget), self.now))
         for extent in self.state._ledger.tree:
             assert extent.host_blocks >= evictable.get(extent.key, 0), "a warm-up evicted for a guess"
         progress = self.state.warmup_progress(job)

@@ -173,7 +173,16 @@ REQUESTS: tuple[Request, ...] = (
     Put(id=16, session=_TOKEN, grant=_GRANT, start=4096, payload=b"bytes of blocks"),
     Usage(id=11, session=_TOKEN),
     Status(id=12, session=_TOKEN),
-    Warmup(id=13, session=_TOKEN, job=_GRANT, budget_bytes=2**30, fingerprint="11" * 32, cancel=True),
+    Warmup(
+        id=13,
+        session=_TOKEN,
+        job=_GRANT,
+        budget_bytes=2**30,
+        fingerprint="11" * 32,
+        cancel=True,
+        tenant="acme",
+        since_seconds=86_400.0,
+    ),
     Verify(id=14, session=_TOKEN, job=_GRANT, repair=True, cancel=True),
     Purge(id=17, session=_TOKEN, job=_GRANT, tenant="acme", model="11" * 32, prefix="22" * 32, dry_run=True),
     Explain(
@@ -272,6 +281,8 @@ REPLIES: tuple[Reply, ...] = (
         finished=True,
         failed_extents=6,
         reason="no_room",
+        total_bytes=7,
+        yielding=True,
     ),
     VerifyReply(
         id=14,

@@ -133,10 +133,18 @@ class Operator:
         return await self._run(usage(self._verbs))
 
     def warmup(
-        self, *, budget_bytes: int = 0, fingerprint: str = "", job: bytes | None = None
+        self,
+        *,
+        budget_bytes: int = 0,
+        fingerprint: str = "",
+        tenant: str | None = None,
+        since_seconds: float = 0.0,
+        job: bytes | None = None,
     ) -> AsyncIterator[WarmupReply]:
         chosen = job or new_job()
-        return self._progress(lambda: warmup_step(self._verbs, chosen, budget_bytes, fingerprint), Warmup, chosen)
+        return self._progress(
+            lambda: warmup_step(self._verbs, chosen, budget_bytes, fingerprint, tenant, since_seconds), Warmup, chosen
+        )
 
     def verify(self, *, repair: bool = False, job: bytes | None = None) -> AsyncIterator[VerifyReply]:
         chosen = job or new_job()
@@ -174,6 +182,12 @@ class Operator:
     @property
     def problem(self) -> str:
         return self._state.problem
+
+    @property
+    def incarnation(self) -> int | None:
+        """Of the front that answers this client now; None while none does. Another one has another memory."""
+        session = self._state.session()
+        return None if session is None else session.incarnation
 
     @property
     def counters(self) -> Counters:

@@ -126,12 +126,22 @@ class Operator:
         return self._run(usage(self._verbs))
 
     def warmup(
-        self, *, budget_bytes: int = 0, fingerprint: str = "", job: bytes | None = None
+        self,
+        *,
+        budget_bytes: int = 0,
+        fingerprint: str = "",
+        tenant: str | None = None,
+        since_seconds: float = 0.0,
+        job: bytes | None = None,
     ) -> Iterator[WarmupReply]:
-        """Promote from NVMe to host memory within `budget_bytes` (0: what fits); yields progress until `finished`.
-        A loop that is left early cancels the job; what it promoted stays, a later one goes on from there."""
+        """Promote from NVMe to host memory within `budget_bytes` (0: what fits), what saves most first; only of a model
+        whose `fingerprint` begins so, of a `tenant` (a salt, or the digits that `usage` has; "": of none), or what was
+        used in the last `since_seconds`. Yields progress until `finished`. A loop that is left early cancels the job;
+        what it promoted stays, a later one goes on from there."""
         chosen = job or new_job()
-        return self._progress(lambda: warmup_step(self._verbs, chosen, budget_bytes, fingerprint), Warmup, chosen)
+        return self._progress(
+            lambda: warmup_step(self._verbs, chosen, budget_bytes, fingerprint, tenant, since_seconds), Warmup, chosen
+        )
 
     def verify(self, *, repair: bool = False, job: bytes | None = None) -> Iterator[VerifyReply]:
         """Check every file against its checksums, `repair` sets damaged ones aside; yields progress until `finished`,
@@ -181,6 +191,12 @@ class Operator:
     def problem(self) -> str:
         """In words, why the node isn't reached; empty while it is."""
         return self._state.problem
+
+    @property
+    def incarnation(self) -> int | None:
+        """Of the front that answers this client now; None while none does. Another one has another memory."""
+        session = self._state.session()
+        return None if session is None else session.incarnation
 
     @property
     def counters(self) -> Counters:

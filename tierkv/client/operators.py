@@ -59,8 +59,16 @@ def usage(verbs: Verbs) -> Verb[UsageReply]:
     return (yield from _insist(verbs, Usage, UsageReply))
 
 
-def warmup_step(verbs: Verbs, job: bytes, budget_bytes: int, fingerprint: str) -> Verb[WarmupReply]:
-    fields = {"job": job, "budget_bytes": budget_bytes, "fingerprint": fingerprint}
+def warmup_step(
+    verbs: Verbs, job: bytes, budget_bytes: int, fingerprint: str, tenant: str | None, since_seconds: float
+) -> Verb[WarmupReply]:
+    fields = {
+        "job": job,
+        "budget_bytes": budget_bytes,
+        "fingerprint": fingerprint,
+        "tenant": tenant,
+        "since_seconds": since_seconds,
+    }
     return (yield from _insist(verbs, Warmup, WarmupReply, **fields))
 
 

@@ -26,6 +26,11 @@ class Leases:
         self._cascade = cascade
         self._waiting: dict[bytes, LeaseState] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Whose answer is not there yet."""
+        return len(self._waiting)
+
     def acquire(
         self,
         *,

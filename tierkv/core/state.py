@@ -17,6 +17,7 @@ from tierkv.core.cascade import Cascade
 from tierkv.core.counters import Counters
 from tierkv.core.explain import Question, answer
 from tierkv.core.explanation import Explanation
+from tierkv.core.extent import Extent
 from tierkv.core.grants import (
     Committed,
     Dirty,
@@ -61,7 +62,7 @@ from tierkv.core.residency import NvmeState
 from tierkv.core.seals import Seals
 from tierkv.core.tickets import Tickets
 from tierkv.core.usage import GroupUsage, TierBytes, group_usage, tier_bytes
-from tierkv.core.warmup import WarmupState
+from tierkv.core.warmup import WarmupScope, WarmupState
 from tierkv.core.wiping import Wiping
 
 __all__ = ["CacheState", "Limits"]
@@ -241,11 +242,13 @@ class CacheState:
     @property
     def has_idle_work(self) -> bool:
         """`make_ready` has something to do."""
-        return self._tickets.expects_more
+        return self._tickets.expects_more or any(job.is_busy for job in self._warmups.values())
 
     def make_ready(self, now: float) -> list[Effect]:
-        """To be called when nobody waits: have the room that the next reservation will ask for."""
+        """To be called when nobody waits: have the room that the next reservation will ask for, and plan warm-ups."""
         self._tickets.make_ready(now)
+        for job in self._warmups.values():
+            job.step()
         return self._effects_after(now)
 
     def commit(self, grant: bytes, now: float) -> tuple[Committed | Refused, list[Effect]]:
@@ -360,9 +363,10 @@ class CacheState:
 
     # ---- operators
 
-    def start_warmup(self, job: bytes, budget_bytes: int, fingerprint: str, now: float) -> list[Effect]:
+    def start_warmup(self, job: bytes, scope: WarmupScope, now: float) -> list[Effect]:
+        """Asking again by the same id lets it go on."""
         if job not in self._warmups:
-            self._warmups[job] = warmup.plan(self._ledger, budget_bytes, fingerprint)
+            self._warmups[job] = warmup.begin(self._ledger, scope)
         return self._effects_after(now)
 
     def warmup_progress(self, job: bytes) -> WarmupState | None:
@@ -509,18 +513,21 @@ class CacheState:
         """Answer what the event made due: leases and seals that waited for it, warm-ups that can go on."""
         cascade = self._cascade
         cascade.shrink(now)  # what was held a moment ago may be what must go
+        failed: set[Extent] = set()
         while cascade.progressed:
             changed = set(cascade.progressed)
             cascade.progressed.clear()
             self._purges.settle_changed(changed, now)
             self._leases.settle_changed(changed, now)
+            failed.update(cascade.read_problems)
             cascade.read_problems.clear()
             self._seals.settle(now)
             if not cascade.is_behind:  # or all of its slices would be cut here and now
                 cascade.shrink(now)
         for job in self._warmups.values():
             if not job.finished:
-                warmup.advance(job, self._ledger, cascade, now)
+                may_read = not self._leases.num_waiting
+                warmup.advance(job, self._ledger, cascade, now, may_read=may_read, failed=failed)
         self._wiping.ask()
         self._purges.settle(now)
         return self._effects()

@@ -1,11 +1,13 @@
-"""Warm-up: bring extents from NVMe back to host memory by last use, parents first, within a budget.
+"""Warm-up: bring extents from NVMe back to host memory, what saves most first, within a budget.
 
-It only uses room that is free: nothing is evicted to make room for a guess.
+It gives way. It uses room that is free and leaves some of that: nothing is evicted for a guess. It reads small pieces,
+few at a time, and begins none while somebody waits for a read: a request waits for those pieces at most.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from tierkv.core.cascade import Cascade
@@ -13,120 +15,237 @@ from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
+from tierkv.core.warmup_plan import SLICE, WarmupPlan, WarmupScope
+
+__all__ = ["WarmupJob", "WarmupScope", "WarmupState", "advance", "begin"]
+
+READS_AHEAD = 2
+PIECE_BYTES = 4 * 2**20
+"""A warm-up has this many reads of this size under way at most, whatever else it would like."""
+
+SPARE_SHARE = 32
+"""One part in so many of host memory is left free for requests that store or promote meanwhile."""
 
 _GROWTH_PAUSE_SECONDS = 5.0  # an arena that has not grown for so long is not growing
-_READS_AHEAD = 4  # a job leaves the rest of the drive to those who wait for an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupState:
-    """`already_bytes` of what was wanted were in host memory before. `reason` says what ended the job early."""
+    """`already_bytes` of what was wanted were in host memory before; `total_bytes` are both together when it is done.
+    `reason` says what ended the job early. `is_yielding`: it reads nothing now, as somebody waits for a read."""
 
     done_extents: int
     total_extents: int
     promoted_bytes: int
     already_bytes: int
+    total_bytes: int
     budget_bytes: int
     failed_extents: int
+    is_yielding: bool
     finished: bool
     reason: Reason | None
 
 
 @dataclass(slots=True, eq=False)
+class _Bringing:
+    """An extent of which the first `target` blocks are to be in host memory. A piece up to block `until` is read now,
+    or was the last to be; `blocks` of all ranks together were there before it."""
+
+    extent: Extent
+    target: int
+    until: int = 0
+    blocks: int = 0
+    has_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class WarmupJob:
-    todo: deque[Extent]
+    plan: WarmupPlan
     budget_bytes: int
-    total: int
-    running: dict[Extent, int] = field(default_factory=dict)  # -> host bytes it had when its reads began
+    why_no_more: Reason
+    """When the budget is used up."""
+    running: dict[Extent, _Bringing] = field(default_factory=dict)
+    partial: deque[_Bringing] = field(default_factory=deque)  # between two pieces
     done: int = 0
     promoted_bytes: int = 0
     already_bytes: int = 0
     planned_bytes: int = 0
     failed: int = 0
+    is_skimming: bool = False  # through what is in memory already, slice by slice
+    is_yielding: bool = False
     finished: bool = False
     reason: Reason | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """`step` has something to do."""
+        return not self.finished and (self.plan.is_busy or self.is_skimming)
+
+    def step(self) -> None:
+        """A slice of what nobody waits for; `advance` follows."""
+        if self.plan.is_busy:
+            self.plan.step()
 
     def state(self) -> WarmupState:
         return WarmupState(
             done_extents=self.done,
-            total_extents=self.total,
+            total_extents=self.plan.extents,
             promoted_bytes=self.promoted_bytes,
             already_bytes=self.already_bytes,
+            total_bytes=min(self.plan.num_bytes, self.budget_bytes),
             budget_bytes=self.budget_bytes,
             failed_extents=self.failed,
+            is_yielding=self.is_yielding,
             finished=self.finished,
             reason=self.reason,
         )
 
 
-def plan(ledger: Ledger, budget_bytes: int, fingerprint: str) -> WarmupJob:
-    """The extents on NVMe of reachable prefixes, most recently used first, each behind its ancestors."""
-    wanted = [
-        extent
-        for extent in ledger.tree
-        if extent.nvme is NvmeState.PRESENT and ledger.group_of(extent).spec.identity.weights.startswith(fingerprint)
-    ]
-    wanted.sort(key=lambda extent: (-extent.last_used, extent.first_token))
-    order: dict[Extent, None] = {}
-    for extent in wanted:
-        for step in reversed(_path_to_root(extent)):
-            order.setdefault(step, None)
-    todo = deque(extent for extent in order if extent.nvme is NvmeState.PRESENT)
-    return WarmupJob(todo, budget_bytes or ledger.limits.host_bytes, len(todo))
+def begin(ledger: Ledger, scope: WarmupScope) -> WarmupJob:
+    budget_bytes = scope.budget_bytes or ledger.limits.host_bytes
+    why_no_more = Reason.BUDGET if scope.budget_bytes else Reason.NO_ROOM
+    job = WarmupJob(WarmupPlan(ledger, scope, budget_bytes), budget_bytes, why_no_more)
+    while job.plan.is_busy and job.plan.looked_at < SLICE:
+        job.step()
+    return job
 
 
-def advance(job: WarmupJob, ledger: Ledger, cascade: Cascade, now: float) -> None:
-    """Take note of finished reads and ask for the next ones."""
-    for extent, before in list(job.running.items()):
+def advance(
+    job: WarmupJob,
+    ledger: Ledger,
+    cascade: Cascade,
+    now: float,
+    *,
+    may_read: bool,
+    failed: Container[Extent],
+) -> None:
+    """Take note of finished reads, of which those of `failed` could not be read, and ask for the next ones if nobody
+    else waits for one (`may_read`)."""
+    _note_finished(job, ledger, cascade, failed)
+    if not cascade.is_readable:
+        job.running.clear()  # nobody knows when these come back
+        _stop(job, Reason.IO_STUCK)
+    job.is_yielding = not may_read
+    job.is_skimming = False
+    if may_read and cascade.is_open and cascade.is_worker_up and not job.plan.is_busy:
+        while cascade.num_reads_in_flight() < READS_AHEAD and _begin_piece(job, ledger, cascade, now):
+            pass
+    if job.running or job.partial or job.is_busy or (job.plan.has_left and job.reason is None):
+        return
+    job.finished, job.is_yielding = True, False
+    if job.plan.has_more and job.reason is None:
+        job.reason = job.why_no_more
+
+
+def _stop(job: WarmupJob, reason: Reason) -> None:
+    job.reason = job.reason or reason
+    job.partial.clear()
+
+
+def _note_finished(job: WarmupJob, ledger: Ledger, cascade: Cascade, failed: Container[Extent]) -> None:
+    for extent, piece in list(job.running.items()):
+        piece.has_failed = piece.has_failed or extent in failed
         if any(cascade.is_reading(extent, rank) for rank in range(len(extent.slots))):
             continue
         del job.running[extent]
-        job.done += 1
-        job.promoted_bytes += max(0, _host_bytes(ledger, extent) - before)
-        job.failed += not extent.in_tree or extent.host_blocks < extent.num_blocks
-    while job.todo and len(job.running) < _READS_AHEAD and job.reason is None:
-        if not _start(job, job.todo[0], ledger, cascade, now):
-            break
-    job.finished = not job.running and (not job.todo or job.reason is not None)
+        if extent.in_tree:
+            gained = sum(map(len, extent.slots)) - piece.blocks
+            job.promoted_bytes += max(0, gained) * ledger.group_of(extent).slot_bytes
+        is_whole = extent.in_tree and extent.host_blocks >= piece.target
+        if is_whole or not extent.in_tree or extent.host_blocks < piece.until:  # or it failed, or was evicted meanwhile
+            job.done += 1
+            job.failed += piece.has_failed and not is_whole
+        else:
+            job.partial.append(piece)
 
 
-def _start(job: WarmupJob, extent: Extent, ledger: Ledger, cascade: Cascade, now: float) -> bool:
-    """False: not now. `job.reason` says so when it is not later either."""
-    if not extent.in_tree or extent.nvme is not NvmeState.PRESENT:  # its group may not even be known any more
-        job.todo.popleft()
+def _begin_piece(job: WarmupJob, ledger: Ledger, cascade: Cascade, now: float) -> bool:
+    """Whether another one may be tried."""
+    piece = job.partial.popleft() if job.partial else _take(job, ledger)
+    if piece is None:
+        return False
+    extent = piece.extent
+    if not _is_there(extent):
         job.done += 1
         return True
-    group = ledger.group_of(extent)
-    missing = sum(extent.num_blocks - len(slots) for slots in extent.slots)
-    size = extent.num_blocks * group.ranks * group.slot_bytes
-    if missing and job.planned_bytes + size > job.budget_bytes:
-        job.reason = Reason.BUDGET
-        return False
-    if missing > ledger.pool.available(group.slot_bytes):
+    piece.until = _until(piece, ledger)
+    if piece.until <= extent.host_blocks:
+        job.partial.appendleft(piece)
         is_growing = ledger.pool.limit_bytes < ledger.pool.capacity_bytes
         if not is_growing or now - ledger.host_limit_since > _GROWTH_PAUSE_SECONDS:
-            job.reason = Reason.NO_ROOM
+            _stop(job, Reason.NO_ROOM)
         return False
-    job.todo.popleft()
-    job.planned_bytes += size
-    job.already_bytes += size - missing * group.slot_bytes
-    if not missing:
-        job.done += 1
-        return True
-    job.running[extent] = _host_bytes(ledger, extent)
-    for rank in range(group.ranks):
-        if len(extent.slots[rank]) < extent.num_blocks:
-            cascade.want_read(extent, rank, extent.num_blocks, now)
+    piece.blocks = sum(map(len, extent.slots))
+    job.running[extent] = piece
+    for rank, slots in enumerate(extent.slots):
+        if len(slots) < piece.until:
+            cascade.want_read(extent, rank, piece.until, now)
     return True
 
 
-def _host_bytes(ledger: Ledger, extent: Extent) -> int:
-    return sum(map(len, extent.slots)) * ledger.group_of(extent).slot_bytes if extent.in_tree else 0
+def _take(job: WarmupJob, ledger: Ledger) -> _Bringing | None:
+    """The next of which something is to be brought. None: there is no more, it would not fit the budget, or so many
+    were looked at that others should have a turn."""
+    for _ in range(SLICE):
+        extent = job.plan.take() if job.reason is None else None
+        if extent is None:
+            return None
+        piece = _look_at(job, extent, ledger)
+        if piece is not None:
+            return piece
+    job.is_skimming = True
+    return None
 
 
-def _path_to_root(extent: Extent) -> list[Extent]:
-    path = [extent]
+def _look_at(job: WarmupJob, extent: Extent, ledger: Ledger) -> _Bringing | None:
+    """What of it is to be brought; None when it is nothing."""
+    group = ledger.groups.get(extent.group)
+    if group is None or not _is_there(extent) or not ledger.pool.fits(group.slot_bytes):
+        job.done += 1
+        return None
+    of_block = group.ranks * group.slot_bytes
+    target = min(extent.num_blocks, (job.budget_bytes - job.planned_bytes) // of_block)
+    if target < extent.num_blocks:
+        job.reason = job.why_no_more
+    there = sum(min(target, len(slots)) for slots in extent.slots) * group.slot_bytes
+    is_missing = there < target * of_block
+    if is_missing and not _can_be_hit(job, extent):
+        job.done += 1
+        return None
+    job.planned_bytes += target * of_block
+    job.already_bytes += there
+    if is_missing:
+        return _Bringing(extent, target)
+    job.done += target == extent.num_blocks
+    return None
+
+
+def _is_there(extent: Extent) -> bool:
+    return extent.in_tree and extent.nvme is NvmeState.PRESENT
+
+
+def _can_be_hit(job: WarmupJob, extent: Extent) -> bool:
+    """All that it hangs on is in memory, or on its way."""
     while extent.above is not None and extent.above.owner is not None:
-        extent = extent.above.owner
-        path.append(extent)
-    return path if extent.parent == extent.group else []
+        parent = extent.above.owner
+        is_coming = parent in job.running or any(piece.extent is parent for piece in job.partial)
+        if not is_coming and parent.host_blocks <= extent.above.index:
+            return False
+        extent = parent
+    return not extent.is_orphan
+
+
+def _until(piece: _Bringing, ledger: Ledger) -> int:
+    """Up to which block the next piece goes: the whole one, or as much as there is room for."""
+    extent = piece.extent
+    group = ledger.group_of(extent)
+    first = extent.host_blocks
+    until = min(piece.target, first + max(1, PIECE_BYTES // (group.ranks * group.slot_bytes)))
+    room = ledger.pool.available(group.slot_bytes) - _spare_bytes(ledger) // group.slot_bytes
+    if sum(max(0, until - len(slots)) for slots in extent.slots) > room:
+        until = min(until, first + max(0, room) // group.ranks)
+    return until
+
+
+def _spare_bytes(ledger: Ledger) -> int:
+    return ledger.limits.host_bytes // SPARE_SHARE

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierkv.core.instructions import ScrubProgress
+from tierkv.core.warmup import WarmupScope
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.explaining import Explaining
 from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
@@ -65,8 +66,8 @@ class Operating:
             problem = "too many warm-ups are running"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
         if not request.cancel:
-            start = self._state.start_warmup
-            self._core.do(now, lambda: start(job, request.budget_bytes, request.fingerprint, now))
+            scope = warmup_scope(request, now)
+            self._core.do(now, lambda: self._state.start_warmup(job, scope, now))
             self._warmups.asked(job, now)
         progress = self._core.look(lambda: self._state.warmup_progress(job))
         if request.cancel:
@@ -84,3 +85,12 @@ class Operating:
         for instruction in instructions:
             self._core.instruct(instruction, now)
         return reply
+
+
+def warmup_scope(request: Warmup, now: float) -> WarmupScope:
+    return WarmupScope(
+        budget_bytes=request.budget_bytes,
+        fingerprint=request.fingerprint,
+        tenant=request.tenant,
+        used_since=now - request.since_seconds if request.since_seconds else 0.0,
+    )

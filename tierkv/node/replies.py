@@ -95,6 +95,8 @@ def warmup_reply(request_id: int, state: WarmupState) -> WarmupReply:
         finished=state.finished,
         failed_extents=state.failed_extents,
         reason=state.reason or "",
+        total_bytes=state.total_bytes,
+        yielding=state.is_yielding,
     )
 
 

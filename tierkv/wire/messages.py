@@ -41,6 +41,7 @@ KeyDigits = Annotated[str, Meta(pattern="^[0-9a-f]{16,64}$")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rank = Annotated[int, Meta(ge=0, le=65_535)]
 Payload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 Extra = Annotated[bytes, Meta(max_length=4_096)]
@@ -499,7 +500,9 @@ class Status(Request, frozen=True, kw_only=True, tag=True):
 class WarmupReply(Reply, frozen=True, kw_only=True, tag=True):
     """Progress so far. Ask again with the same `job` until `finished`; a job that nobody asks about ends by itself.
 
-    `already_bytes` were in host memory before. `reason` is empty when everything within the budget was promoted."""
+    `already_bytes` were in host memory before; with them `promoted_bytes` grow to `total_bytes`, which is 0 from a node
+    that does not know, and grows at first, while the plan is made. `yielding`: nothing is read now, because requests
+    wait for reads of their own. `reason` is empty when everything that was asked for has been promoted."""
 
     done_extents: Count
     total_extents: Count
@@ -509,10 +512,17 @@ class WarmupReply(Reply, frozen=True, kw_only=True, tag=True):
     finished: bool
     failed_extents: Count = 0
     reason: str = ""
+    total_bytes: Count = 0
+    yielding: bool = False
 
 
 class Warmup(Request, frozen=True, kw_only=True, tag=True):
-    """Promote extents from NVMe to host memory by last use, parents first, within `budget_bytes` (0: what fits)."""
+    """Promote extents from NVMe to host memory, first what is expected to save most for its size, parents before
+    children, until `budget_bytes` of what was asked for are there (0: until host memory is full but for a 32nd part).
+
+    Asked for is what has a `fingerprint` that begins so, belongs to `tenant` (a salt, or the 8 digits of its digest
+    that Usage shows; empty: to none; absent: to anybody), and was stored or used in the last `since_seconds` (0: ever).
+    """
 
     reply: ClassVar[type[Reply]] = WarmupReply
 
@@ -520,6 +530,8 @@ class Warmup(Request, frozen=True, kw_only=True, tag=True):
     budget_bytes: Count = 0
     fingerprint: Text = ""
     cancel: bool = False
+    tenant: Salt | None = None
+    since_seconds: Seconds = 0.0
 
 
 class DamagedEntry(msgspec.Struct, frozen=True, array_like=True):
