@@ -313,12 +313,11 @@ class Outcome:
     @property
     def is_complete(self) -> bool:
         crew = self.crew
-        is_all = crew.num_done == len(crew.prompts) and not crew.interrupted
-        return is_all and not self._is_unseen and not self.seen.problem
+        return crew.num_done == len(crew.prompts) and not crew.interrupted and not self.seen.problem
 
     @property
     def _is_unseen(self) -> bool:
-        """The engine computed something, and the node heard nothing of it."""
+        """The engine computed something, and the node heard nothing of it: it need not be wrong, but may well be."""
         seen = self.seen
         return bool(self.crew.num_done) and not (seen.asked or seen.stored or seen.problem)
 
@@ -376,7 +375,7 @@ class Outcome:
         if self.seen.was_restarted:
             yield "the node was started again meanwhile: what it had in memory only is gone"
         if self._is_unseen:
-            yield "the node was not asked for any of it: does this engine use this node?"
+            yield "the node heard nothing of it: the engine had all of it in a cache of its own, or does not use this node"
         if crew.stopped_by is not None:
             yield str(crew.stopped_by)
         if crew.interrupted:
