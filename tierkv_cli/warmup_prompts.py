@@ -375,7 +375,7 @@ class Outcome:
         if self.seen.was_restarted:
             yield "the node was started again meanwhile: what it had in memory only is gone"
         if self._is_unseen:
-            yield "the node heard nothing of it: the engine had all of it in a cache of its own, or does not use this node"
+            yield "the node heard nothing of it: the engine had it in a cache of its own, or does not use this node"
         if crew.stopped_by is not None:
             yield str(crew.stopped_by)
         if crew.interrupted:
