@@ -78,7 +78,7 @@ class Meter:
         if self._as_json:
             self._print_line(json.dumps(fields), title="")
         else:
-            self._show(done, total, words)
+            self._show(done, total, words, shows_time=False)
 
     def note(self, words: str) -> None:
         """Something that happened meanwhile, told at once and kept in sight."""
@@ -94,14 +94,14 @@ class Meter:
         """For work of which only a stage is known."""
         self._show(done, total, f"{stage}, {done:,} of {total:,}")
 
-    def _show(self, done: int, total: int, words: str) -> None:
+    def _show(self, done: int, total: int, words: str, *, shows_time: bool = True) -> None:
         if self._as_json:
             return
         if not self._on_terminal:
             self._print_line(words, title=f"{self._title}: ")
             return
         if self._bar is None or self._task is None:
-            self._bar = _bar()
+            self._bar = _bar(shows_time=shows_time)
             self._task = self._bar.add_task(self._title, total=total, words=words)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=max(total, 1), words=words)
@@ -123,7 +123,8 @@ class Meter:
             self._bar.stop()
 
 
-def _bar() -> Progress:
+def _bar(*, shows_time: bool) -> Progress:
+    """`shows_time`: the time left, which words may say better."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from tierkv_cli.output import console
@@ -132,7 +133,7 @@ def _bar() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[words]}"),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] if shows_time else []),
         console=console(stderr=True),
         transient=True,
     )

@@ -19,7 +19,7 @@ from tierkv.client.aio import THREAD_BYTES, Client, Group, connect, connect_oper
 from tierkv.client.state import ClientState
 from tierkv.core.reasons import Reason
 from tierkv.errors import LayoutMismatch, NodeUnreachable
-from tierkv.wire.messages import Acquire, Holder, Match, Release, Verify
+from tierkv.wire.messages import Acquire, Holder, Match, Release, Verify, Warmup
 
 Program = Callable[[], Coroutine[Any, Any, None]]
 
@@ -299,7 +299,8 @@ def test_closing_ends_what_is_under_way(node: FakeNode, quick: None) -> None:
 def test_jobs_yield_progress_until_they_are_finished_or_left(node: FakeNode) -> None:
     async def program() -> None:
         async with connect_operator(node.directory) as operator:
-            assert [progress.finished async for progress in operator.warmup()] == [False, True]
+            assert [progress.finished async for progress in operator.warmup(since_seconds=9.0)] == [False, True]
+            assert {asked.since_seconds for asked in node.saw(Warmup)} == {9.0}
             node._memory.steps = iter(range(9))  # type: ignore[assignment]
             progress = operator.verify()
             await anext(progress)

@@ -320,10 +320,10 @@ def test_an_operator_is_told_what_the_node_refuses(node: FakeNode) -> None:
 
 def test_jobs_yield_progress_until_they_are_finished(node: FakeNode) -> None:
     with connect_operator(node.directory) as operator:
-        assert [progress.finished for progress in operator.warmup(budget_bytes=5)] == [False, True]
+        assert [progress.finished for progress in operator.warmup(budget_bytes=5, tenant="t")] == [False, True]
         node._memory.steps = iter(range(9))  # type: ignore[assignment]
         assert [progress.finished for progress in operator.verify(repair=True)] == [False, True]
-    assert {(asked.budget_bytes, asked.cancel) for asked in node.saw(Warmup)} == {(5, False)}
+    assert {(asked.budget_bytes, asked.tenant, asked.cancel) for asked in node.saw(Warmup)} == {(5, "t", False)}
     assert len({asked.job for asked in node.saw(Warmup)}) == 1
     assert {(asked.repair, asked.cancel) for asked in node.saw(Verify)} == {(True, False)}
 
