@@ -48,8 +48,8 @@ def tierkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @dataclass
 class FakeNode:
-    """What an Operator answers. `steps` are yielded by warm-ups and verifications, exceptions among them raised, and a
-    number is the incarnation from there on; when they are asked for once more, the first of `later_steps`, if there are any."""
+    """What an Operator answers. `steps` are yielded by warm-ups and verifications; an exception among them is raised,
+    a number is the incarnation from there on. Asked once more it takes the first of `later_steps`, if there are any."""
 
     endpoint: str = "/run/tierkv"
     is_there: bool = True
