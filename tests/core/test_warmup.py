@@ -186,9 +186,9 @@ def test_tokens_deep_in_a_prompt_cost_more_to_compute_and_so_come_first() -> Non
     bench.start()
     (extent,) = bench.state._ledger.tree
     group = bench.state._ledger.group_of(extent)
-    shallow = worth(extent, group, bench.now)
+    shallow = worth(extent, group, bench.now, 12_000.0)
     extent.first_token = 40_000
-    assert worth(extent, group, bench.now) == pytest.approx(2 * shallow, rel=0.01)
+    assert worth(extent, group, bench.now, 12_000.0) == pytest.approx(2 * shallow, rel=0.01)
 
 
 def test_orphans_are_left_where_they_are() -> None:

@@ -18,6 +18,7 @@ from blake3 import blake3
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.residency import NvmeState
+from tierkv.core.value.cost import prefill_seconds
 
 SLICE = 512
 """Extents looked at in one step: about a millisecond."""
@@ -25,8 +26,6 @@ SLICE = 512
 TENANT_DIGITS = 8
 """Of the digest of a salt: as many as `Usage` shows."""
 
-_TOKENS_PER_SECOND = 12_000  # prefill; only ratios matter here
-_TOKENS_TO_DOUBLE = 40_000  # so deep a token costs twice what the first one does: attention over what is before it
 _AGE_SECONDS = 60.0  # uses less than this apart are told apart by how often, not by when
 
 
@@ -50,13 +49,12 @@ class WarmupScope:
         return bool(salt and self.tenant) and blake3(salt.encode()).hexdigest()[:TENANT_DIGITS] == self.tenant
 
 
-def worth(extent: Extent, group: Group, latest: float) -> float:
+def worth(extent: Extent, group: Group, latest: float, tokens_per_second: float) -> float:
     """Prefill seconds that a byte of it is expected to save in a second: (1 + hits) / (a minute + age) uses, each worth
     what recomputing its tokens at their depth costs. The age counts from `latest`, the last use of anything: while a
     node is off nobody could use anything."""
     tokens = extent.num_blocks * group.block_tokens
-    middle = extent.first_token + tokens / 2
-    seconds = tokens / _TOKENS_PER_SECOND * (1 + middle / _TOKENS_TO_DOUBLE)
+    seconds = prefill_seconds(tokens, extent.first_token, tokens_per_second)
     uses = (1 + extent.hits) / (_AGE_SECONDS + max(0.0, latest - extent.last_used))
     return uses * seconds / host_bytes_of(extent, group)
 
@@ -130,7 +128,11 @@ class WarmupPlan:
         size = host_bytes_of(extent, group)
         self.extents += 1
         self.num_bytes += size
-        rank = (worth(extent, group, self._latest), -extent.first_token, -self.extents)
+        rank = (
+            worth(extent, group, self._latest, self._ledger.limits.prefill_tokens_per_second),
+            -extent.first_token,
+            -self.extents,
+        )
         heapq.heappush(self._best, (*rank, extent, size))
         while self.num_bytes - self._best[0][4] >= self._budget_bytes:
             self.num_bytes -= heapq.heappop(self._best)[4]
