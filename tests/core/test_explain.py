@@ -12,7 +12,7 @@ from tests.identity_fields import others
 from tierkv.core import explain
 from tierkv.core.absence import Absence
 from tierkv.core.explain import FIELD_NAMES, Question, identity_fields, shown
-from tierkv.core.explanation import Explanation, Leaving, Missing, Trace
+from tierkv.core.explanation import Explanation, Leaving, Left, Missing, Trace
 from tierkv.core.grants import GroupSpec, Lease, Reservation, Waiting
 from tierkv.core.instructions import TierHealth
 from tierkv.core.keys import pack_tokens
@@ -154,15 +154,66 @@ def test_what_was_refused_room_is_told_with_the_reason_and_the_time() -> None:
     bench.release(lease)
 
 
-def test_what_lies_behind_a_hole_is_unreachable() -> None:
+def test_what_was_evicted_is_told_with_when_from_where_why_and_how_it_was_used() -> None:
+    bench = Bench(host_slots=4, nvme_bytes=0, block_tokens=2, extent_blocks=2)
+    prompt = bench.prompt(*range(8))
+    bench.store(prompt)
+    bench.release(bench.load(prompt))
+    used = bench.now
+    bench.tick(7.0)
+    for number in range(2):
+        bench.store(bench.prompt(100 + number, 200))
+    gone = bench.now
+    bench.tick(3.0)
+    found = missing(bench, prompt)
+    assert found.absence is Absence.EVICTED
+    assert found.left == Left(tier="host", reason="evicted", at=gone, tokens=found.tokens, hits=1, last_used=used)
+    assert found.tokens_by == {Absence.EVICTED: found.tokens}
+    assert found.token + found.tokens == 8
+
+
+def test_a_request_remembers_that_what_it_missed_had_been_evicted_though_it_is_stored_again() -> None:
+    bench = Bench(host_slots=2, nvme_bytes=0)
+    prompt = bench.prompt(1, 2)
+    bench.store(prompt)
+    bench.fill_host()
+    bench.acquire(prompt)
+    bench.tick(1.0)
+    bench.store(prompt)
+    found = ask(bench, request=next(iter(bench.state.recent)).grant.hex())
+    assert found.asked[0].absence == "evicted"
+    assert found.asked[0].left is not None
+    assert found.asked[0].left.tier == "host"
+    assert found.trace is not None
+    assert found.trace.missing is None
+
+
+def test_what_was_refused_room_after_it_was_evicted_is_told_as_refused() -> None:
+    bench = Bench(host_slots=2, nvme_bytes=0)
+    prompt = bench.prompt(1, 2)
+    bench.store(prompt)
+    bench.fill_host()
+    assert missing(bench, prompt).absence is Absence.EVICTED
+    lease = bench.acquire(bench.prompt(1_002))
+    others = [lease, bench.acquire(bench.prompt(1_001))]
+    bench.store(prompt)  # all of memory is held
+    assert missing(bench, prompt).absence is Absence.REFUSED
+    for one in others:
+        assert isinstance(one, Lease)
+        bench.release(one)
+
+
+def test_what_lies_behind_blocks_that_were_lost_is_unreachable() -> None:
     bench = Bench(host_slots=8)
     prompt = bench.prompt(1, 2, 3, 4)
     bench.store_durably(prompt)
     bench.start()
     bench.absorb(bench.state.report_bad(prompt.group, prompt.first(2).keys, 0, bench.now))
     found = missing(bench, prompt)
-    assert (found.token, found.absence) == (0, Absence.UNKNOWN)
-    assert found.tokens_by == {Absence.UNKNOWN: 2, Absence.UNREACHABLE: 2}
+    assert (found.token, found.absence) == (0, Absence.EVICTED)
+    assert found.left is not None
+    assert (found.left.tier, found.left.reason) == ("nvme", "reported_bad")
+    assert found.tokens_by == {Absence.EVICTED: 2, Absence.UNREACHABLE: 2}
     bench.work()
 
 

@@ -23,26 +23,26 @@ def evicted(**changes: object) -> Evicted:
     return Evicted(**(values | changes))  # type: ignore[arg-type]
 
 
-def test_evictions_of_one_kind_within_a_second_are_one_row() -> None:
+def test_evictions_of_one_kind_within_ten_seconds_are_one_row() -> None:
     recent = RecentEvictions()
-    for at in (10.0, 10.4, 10.9):
+    for at in (10.0, 14.0, 19.0):
         recent.note(evicted(), at)
-    recent.note(evicted(to="dropped"), 10.95)
-    recent.note(evicted(group=b"other"), 10.95)
+    recent.note(evicted(to="dropped"), 19.5)
+    recent.note(evicted(group=b"other"), 19.5)
     dropped, other, (*_, first) = *recent.latest(2), recent.latest(9)
     assert {dropped.last.to, other.last.group} == {"dropped", b"other"}
-    assert (first.count, first.tokens, first.num_bytes, first.since, first.at) == (3, 96, 3 * 8192, 10.0, 10.9)
+    assert (first.count, first.tokens, first.num_bytes, first.since, first.at) == (3, 96, 3 * 8192, 10.0, 19.0)
 
 
-def test_a_second_later_a_new_row_begins_and_the_latest_comes_first() -> None:
+def test_after_ten_seconds_a_new_row_begins_and_the_latest_comes_first() -> None:
     recent = RecentEvictions()
-    for at in (10.0, 10.5, 11.0, 11.5):
+    for at in (10.0, 15.0, 20.0, 25.0):
         recent.note(evicted(), at)
-    assert [(row.count, row.at) for row in recent.latest(9)] == [(2, 11.5), (2, 10.5)]
+    assert [(row.count, row.at) for row in recent.latest(9)] == [(2, 25.0), (2, 15.0)]
 
 
 def test_the_oldest_rows_go_first() -> None:
     recent = RecentEvictions(capacity=2)
-    for at in (1.0, 3.0, 5.0):
+    for at in (10.0, 30.0, 50.0):
         recent.note(evicted(), at)
-    assert [row.at for row in recent.latest(9)] == [5.0, 3.0]
+    assert [row.at for row in recent.latest(9)] == [50.0, 30.0]

@@ -119,7 +119,7 @@ def test_top_tells_the_hottest_prefix_with_what_it_saved(tool: Kit) -> None:
 def test_top_tells_the_latest_evictions(tool: Kit) -> None:
     for number in range(10):  # more than host memory holds
         store(tool, 4, grant=b"ticket-id-%06d" % number, start=100 * number)
-        tool.tick(0.3)
+        tool.tick(3.0)
     rows = tool.ask(Top, session=TOOL, most=2).evictions
     assert len(rows) == 2
     assert rows[0].at >= rows[1].at

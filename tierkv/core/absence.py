@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tierkv.core.explanation import Left
+
 if TYPE_CHECKING:
     from tierkv.core.ledger import Ledger
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 class Absence(StrEnum):
     PENDING = "pending"  # a ticket is writing it
     STAGED = "staged"  # committed: a predecessor or other ranks are missing
+    EVICTED = "evicted"  # it left the last tier that had it: evicted, lost, reported bad
     REFUSED = "refused"  # an engine had it and was given no room for it
     PURGED = "purged"  # unknown, and some of its namespace was purged
     UNREACHABLE = "unreachable"  # it is there, and a block before it is not
@@ -24,6 +27,22 @@ def find_absence(ledger: Ledger, group: bytes, key: bytes) -> Absence:
         return Absence.PENDING
     if key in ledger.staged:
         return Absence.STAGED
-    if ledger.refusals.find(group, key) is not None:
+    ghost, refusal = ledger.ghosts.find(group, key), ledger.refusals.find(group, key)
+    if refusal is not None and (ghost is None or ghost.evicted_at <= refusal.at):
         return Absence.REFUSED
-    return Absence.UNKNOWN
+    return Absence.EVICTED if ghost is not None else Absence.UNKNOWN
+
+
+def find_left(ledger: Ledger, group: bytes, key: bytes) -> Left | None:
+    """What is remembered of evicted blocks, of which the one with this key is the first."""
+    ghost = ledger.ghosts.find(group, key)
+    if ghost is None:
+        return None
+    return Left(
+        tier=ghost.tier,
+        reason=ghost.reason,
+        at=ghost.evicted_at,
+        tokens=ghost.tokens,
+        hits=ghost.hits,
+        last_used=ghost.last_used,
+    )

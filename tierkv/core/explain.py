@@ -22,7 +22,7 @@ from operator import attrgetter
 import msgspec
 from blake3 import blake3
 
-from tierkv.core.absence import Absence, find_absence
+from tierkv.core.absence import Absence, find_absence, find_left
 from tierkv.core.explanation import (
     Asked,
     Explanation,
@@ -36,7 +36,7 @@ from tierkv.core.explanation import (
 from tierkv.core.extent import Extent
 from tierkv.core.grants import Segment, path_blocks
 from tierkv.core.identity import Identity, Layout
-from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, count_keys, key_at
+from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, count_keys, key_at, split_keys
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.recent import RecentAcquire
 from tierkv.core.residency import NvmeState
@@ -187,6 +187,9 @@ def _missing(ledger: Ledger, group: Group, keys: bytes, first: int, purged_at: f
         Absence.UNREACHABLE if places[index] is not None else find_absence(ledger, key, key_at(keys, index))
         for index in range(first, end)
     ]
+    for stretch in ledger.ghosts.along(key, split_keys(keys[: end * KEY_BYTES], first)):
+        for at in range(stretch.start, stretch.start + stretch.ghost.blocks):
+            absences[at] = Absence.EVICTED if absences[at] is Absence.UNKNOWN else absences[at]
     missing_key = key_at(keys, first)
     absence = absences[0]
     if absence is Absence.UNKNOWN and purged_at:
@@ -201,6 +204,7 @@ def _missing(ledger: Ledger, group: Group, keys: bytes, first: int, purged_at: f
         looked_at_tokens=(end - first) * group.block_tokens,
         ranks=group.ranks,
         ranks_there=len(staged.slots) if staged is not None else 0,
+        left=find_left(ledger, key, missing_key) if absence is Absence.EVICTED else None,
         reason=refusal.reason if refusal is not None else "",
         at=refusal.at if refusal is not None else purged_at if absence is Absence.PURGED else 0.0,
     )
@@ -370,6 +374,7 @@ def tell(ledger: Ledger, record: RecentAcquire) -> Asked:
         absence=record.absence or "",
         asked_at=record.asked_at,
         answered_at=record.answered_at,
+        left=record.left,
     )
 
 

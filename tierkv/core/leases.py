@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tierkv.core.absence import find_absence
+from tierkv.core.absence import Absence, find_absence, find_left
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.grants import Lease, LeaseReady, LeaseState, Part, Refused, Regretted, Segment, Waiting, path_blocks
@@ -70,6 +70,8 @@ class Leases:
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
         resident = self._resident_blocks(path, tuple(by_rank))
         asked = count_keys(keys)
+        missing = key_at(keys, cached)
+        absence = find_absence(ledger, group, missing) if missing else None
         record = RecentAcquire(
             grant=grant,
             name=name,
@@ -79,8 +81,9 @@ class Leases:
             asked_blocks=asked,
             cached_blocks=cached,
             host_blocks=resident,
-            absence=find_absence(ledger, group, key_at(keys, cached)) if cached < asked else None,
+            absence=absence,
             asked_at=now,
+            left=find_left(ledger, group, missing) if absence is Absence.EVICTED else None,
         )
         ledger.recent.note(record)
         path = _clip(path, allowed)

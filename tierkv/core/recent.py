@@ -10,6 +10,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from tierkv.core.absence import Absence
+from tierkv.core.explanation import Left
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 
@@ -27,8 +28,8 @@ _RECORD_BYTES = 600  # of a record beside its keys and its name, about
 class RecentAcquire:
     """`keys` are the first of those asked for. `cached_blocks` were cached when it was asked, `host_blocks` of them in
     host memory; `blocks` were granted, fewer for `reason`. `absence` is why the first block that was not cached was
-    not, as far as was known then; None where all were. Times are the node's; `answered_at` 0: not yet, and the time of
-    asking where it was ended before it was answered."""
+    not, as far as was known then (None where all were), and `left` what was remembered of it if it had been evicted.
+    Times are the node's; `answered_at` 0: not yet, and the time of asking where it was ended before it was answered."""
 
     grant: bytes
     name: str
@@ -40,6 +41,7 @@ class RecentAcquire:
     host_blocks: int
     absence: Absence | None
     asked_at: float
+    left: Left | None = None
     blocks: int = 0
     nvme_blocks: int = 0
     reason: Reason | None = None

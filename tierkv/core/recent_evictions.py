@@ -1,5 +1,5 @@
-"""The last evictions, for whoever looks on: those of one kind within a second are one row, for under pressure there are
-thousands a second."""
+"""The last evictions, for whoever looks on: those of one kind within some seconds are one row, for under pressure there
+are thousands a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from tierkv.core.grants import Evicted
 
 ROWS = 256
-SAME_ROW_SECONDS = 1.0
+SAME_ROW_SECONDS = 10.0
 
 _ROWS_LOOKED_AT = 8  # for one of the same kind
 

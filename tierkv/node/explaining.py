@@ -8,6 +8,7 @@ from typing import Any
 from tierkv.core.explain import FIELD_NAMES, Question
 from tierkv.core.hottest import HotPrefix
 from tierkv.core.recent_evictions import Evictions
+from tierkv.core.value.cost import DOUBLING_TOKENS
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.waiting import Asker
 from tierkv.wire.messages import (
@@ -22,10 +23,6 @@ from tierkv.wire.messages import (
     Top,
     TopReply,
 )
-
-PREFILL_TOKENS_PER_SECOND = 12_000.0
-DEPTH_TOKENS = 40_000
-"""At this depth a token costs twice what it does at the begin of a prompt, for there is as much to attend to again."""
 
 
 class Explaining:
@@ -77,11 +74,11 @@ class Explaining:
             },
             hottest=tuple(self._hot(one) for one in self._core.look(lambda: self._state.hottest(request.most, now))),
             evictions=tuple(self._evicted(row) for row in self._core.evictions.latest(request.most)),
-            prefill_tokens_per_second=PREFILL_TOKENS_PER_SECOND,
+            prefill_tokens_per_second=self._state.limits.prefill_tokens_per_second,
         )
 
     def _hot(self, prefix: HotPrefix) -> HotPrefixRow:
-        seconds = prefix.saved_tokens / PREFILL_TOKENS_PER_SECOND * (1 + prefix.mean_depth / DEPTH_TOKENS)
+        at_the_start = prefix.saved_tokens / self._state.limits.prefill_tokens_per_second
         return HotPrefixRow(
             group=prefix.group,
             model_name=self._state.model_name(prefix.group),
@@ -90,7 +87,7 @@ class Explaining:
             tokens=prefix.tokens,
             hits=prefix.hits,
             saved_tokens=prefix.saved_tokens,
-            saved_seconds=seconds,
+            saved_seconds=at_the_start * (1 + prefix.mean_depth / DOUBLING_TOKENS),
             recent_tokens=prefix.recent_tokens,
             since=prefix.since,
             last_used=prefix.last_used,

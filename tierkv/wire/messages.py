@@ -692,8 +692,8 @@ class HotPrefixRow(msgspec.Struct, frozen=True):
 
 
 class EvictionRow(msgspec.Struct, frozen=True):
-    """Evictions of one group and kind within a second, the last of them at `at`. `to` is where the bytes still are, or
-    "dropped"."""
+    """Evictions of one group and kind within ten seconds, the last of them at `at`. `to` is where the bytes still are,
+    or "dropped"."""
 
     at: float
     group: bytes
