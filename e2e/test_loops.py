@@ -26,6 +26,10 @@ ELSEWHERE = {
         "tests/node/test_gateway_process.py",
         "test_it_is_heard_restarted_after_a_kill_and_ends_when_told",
     ),
+    ("recorder", "MainThread"): (
+        "tests/node/test_recording.py",
+        "test_a_recorder_that_is_killed_is_followed_by_another_and_what_was_sent_meanwhile_is_not_lost",
+    ),
 }
 """Loops that are tried by another test, because it takes no whole node, or another one."""
 

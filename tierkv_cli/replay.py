@@ -121,8 +121,8 @@ def command(*, trace: Path, as_json: bool, plot: Path | None, jobs: int | None, 
     """Run TRACE through the real core and show what each policy would have made of it at each capacity.
 
     The core that decides in a node decides here: the same lookups, evictions and writes, with imagined bytes. TRACE is
-    a file of Mooncake's format, or of recorded agent sessions; ending in .xz it is unpacked. docs/replay.md says how
-    each is read.
+    a file of Mooncake's format, of recorded agent sessions, or one that `tierkv serve --record` wrote; ending in .xz it
+    is unpacked. docs/replay.md says how each is read.
 
     "optimum" knows the future: no policy can have more hits with as many bytes. "infinite" never forgets. Saved seconds
     are seconds of prefill that hits spared, less the time to load them from NVMe.

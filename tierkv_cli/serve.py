@@ -13,7 +13,7 @@ from tierkv.config import Effective, find_file, load, option_name
 from tierkv.config.words import SettingWords, describe
 from tierkv_cli.options import debug_option
 
-_METAVARS = {"size": "SIZE", "seconds": "SECONDS", "days": "DAYS", "extents": "N", "threads": "N"}
+_METAVARS = {"size": "SIZE", "seconds": "SECONDS", "days": "DAYS", "extents": "N", "threads": "N", "file": "FILE"}
 
 
 def _setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,6 +66,8 @@ def opening_lines(effective: Effective) -> list[str]:
     ]
     if settings.inline_users:
         lines.append(f"tierkv: endpoint {settings.inline_dir} for {settings.inline_users}, who are not trusted")
+    if settings.record is not None:
+        lines.append(f"tierkv: what engines ask is recorded in {settings.record}: keys of blocks, no tokens")
     if settings.metrics_port is not None:
         lines.append(f"tierkv: metrics at http://{settings.metrics_host}:{settings.metrics_port}/metrics")
     return lines

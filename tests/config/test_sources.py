@@ -60,6 +60,8 @@ VALUES = {
     "stuck_seconds": ("1", "2", 3),
     "metrics_port": ("1", "2", 3),
     "metrics_host": ('"::1"', "0.0.0.0", "10.0.0.1"),
+    "record": ('"/a"', "/b", Path("/c")),
+    "record_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "log_level": ('"error"', "debug", "warning"),
 }
 

@@ -135,6 +135,14 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"metrics_host": front},
         "tests/node/test_supervisor.py::test_a_metrics_address_that_can_not_be_had_names_the_setting",
     ),
+    "record": (
+        {"record": itself},
+        "e2e/test_recording.py::test_what_engines_ask_is_recorded_replayed_and_purged",
+    ),
+    "record_bytes": (
+        {"record_bytes": itself},
+        "tests/workers/test_recorder.py::test_a_full_file_becomes_the_older_one_and_each_can_be_read_by_itself",
+    ),
     "log_level": (
         {"log_level": worker},
         "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say",

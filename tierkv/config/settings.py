@@ -202,6 +202,21 @@ class Settings(BaseModel):
     metrics_host: Annotated[str, named(parse_host)] = _setting(
         "127.0.0.1", "Address the Prometheus endpoint listens on. There is no password: mind who can reach it."
     )
+    record: Directory | None = _setting(
+        None,
+        "File to write down what engines ask and store, for `tierkv replay`: shortened keys of blocks, no tokens. A "
+        "purge covers it (docs/replay.md).",
+        unit="file",
+        default_text="none, nothing is recorded",
+        example='"/var/log/tierkv/requests.jsonl"',
+        topic="Recording",
+    )
+    record_bytes: Size = _setting(
+        GiB,
+        "What the recording may take in all. When half of it is full the file becomes FILE.1, and the one that was "
+        "called so goes.",
+        unit="size",
+    )
     log_level: Annotated[LogLevel, named(one_of(*get_args(LogLevel)))] = _setting(
         "info", "Least serious messages that are logged, on stderr: debug, info, warning or error."
     )
@@ -235,6 +250,8 @@ class Settings(BaseModel):
             )
         if self.read_only and self.data_dir is None:
             raise ConfigError("read_only", "has no effect without data_dir; write data_dir too, or leave it out")
+        if self.record is not None:
+            self._check_record(self.record)
         if self.nvme_bytes is not None:
             self._check_nvme(self.nvme_bytes)
         if self.inline_users:
@@ -263,6 +280,14 @@ class Settings(BaseModel):
             raise ConfigError("inline_dir", f"{self.inline_dir} lies in socket_dir, which is closed to others")
         if self.inline_bytes < PAGE_BYTES:
             raise ConfigError("inline_bytes", f"{format_size(self.inline_bytes)} is less than a page; write more")
+
+    def _check_record(self, record: Path) -> None:
+        if self.data_dir is not None and record.is_relative_to(self.data_dir):
+            raise ConfigError("record", f"{record} lies in data_dir, which holds nothing but the cache; name another")
+        if self.record_bytes < MiB:
+            raise ConfigError(
+                "record_bytes", f"{format_size(self.record_bytes)} holds nearly nothing; write 1MiB or more"
+            )
 
     def _check_nvme(self, nvme_bytes: int) -> None:
         if self.data_dir is None:

@@ -79,7 +79,7 @@ def example_file() -> str:
         if words.topic:
             parts.append(f"\n\n# ---- {words.topic}\n")
         lines = [f"# {line}" for line in _wrap(words.meaning)]
-        unit = f" ({words.unit})" if words.unit and words.unit != "size" else ""
+        unit = f" ({words.unit})" if words.unit not in ("", "size", "file") else ""
         lines.append(f"# Default: {words.default}{unit}")
         lines.append(f"# {words.name} = {words.example}")
         parts.append("\n" + "\n".join(lines) + "\n")

@@ -34,6 +34,10 @@ LOOPS: tuple[Loop, ...] = (
         "gateway", "MainThread", "serves tenants that are not trusted, where there are any",
         "it ends, and the supervisor starts another; status calls it dead meanwhile",
     ),
+    Loop(
+        "recorder", "MainThread", "writes down what engines ask, where that is recorded",
+        "it ends, and the supervisor starts another; what is sent meanwhile waits for it, as far as there is room",
+    ),
     Loop("front", "metrics", "the HTTP endpoint of metrics and health", "it is started again, and counted in the log"),
     Loop("storage", "MainThread", "takes instructions from the channel", _WORKER_ENDS),
     Loop("storage", "io", "file operations, several threads", _WORKER_ENDS),

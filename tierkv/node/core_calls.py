@@ -19,6 +19,7 @@ from tierkv.core.state import CacheState
 from tierkv.errors import TierkvError, WireError
 from tierkv.node.mover import Mover
 from tierkv.node.outbox import Outbox
+from tierkv.node.recording import Recording
 from tierkv.node.replies import lease_reply, seal_reply
 from tierkv.node.waiting import WaitingRoom
 from tierkv.wire.messages import ErrorCode
@@ -43,9 +44,11 @@ class CoreCalls:
         outbox: Outbox,
         replace_worker: Callable[[str], None] = lambda _: None,
         zero: Callable[[Zero], None] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.state = state
         self.mover = mover
+        self.recording = recording or Recording(None)
         self.leases: WaitingRoom[bytes] = WaitingRoom()
         self.seals: WaitingRoom[int] = WaitingRoom()
         self.evictions = RecentEvictions()
@@ -101,6 +104,7 @@ class CoreCalls:
     def _carry_out_one(self, effect: Any, now: float) -> None:
         match effect:
             case LeaseReady():
+                self.recording.answer(effect.grant, effect.lease)
                 for asker in self.leases.take(effect.grant):
                     self._outbox.reply(asker, lease_reply(asker.request_id, effect.lease), now)
             case SealReady():

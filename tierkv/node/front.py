@@ -3,6 +3,7 @@
     ROUTER socket    requests of engines            -> service -> core -> replies; peers at its door are let in
     control socket   the supervisor's messages      -> sessions, workers, limits, shutdown
     channel          the storage worker's reports   -> core
+    recorder         what engines ask, where that is recorded: sent when there is room, and never waited for
     timers           what the core is due to do
 
 Each round takes a bounded part from each, so that none starves the others. It ends when the supervisor is gone, when it
@@ -63,6 +64,7 @@ from tierkv.node.front_sessions import FrontSession, SessionTable
 from tierkv.node.mover import Mover
 from tierkv.node.nvme_room import NvmeRoom
 from tierkv.node.outbox import Outbox
+from tierkv.node.recording import Recording
 from tierkv.node.router import Router
 from tierkv.node.scrape import Scrape
 from tierkv.node.service import NodeFacts, Service
@@ -110,7 +112,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
 class Front:
     """Owns the ROUTER socket, the channel to the worker, the control socket and the mapping of the generations."""
 
-    def __init__(self, control: Control, begin: Begin, generations_fd: int) -> None:
+    def __init__(self, control: Control, begin: Begin, generations_fd: int, recorder_fd: int | None = None) -> None:
         settings = begin.settings
         self._control = control
         self._settings = settings
@@ -123,7 +125,8 @@ class Front:
         self._router = Router(Path(settings.socket_dir))
         self._outbox = Outbox(self._router.send, self._now)
         zero = None if self._has_nvme else self._have_zeroed
-        self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker, zero)
+        self._recording = Recording(socket.socket(fileno=recorder_fd) if recorder_fd is not None else None)
+        self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker, zero, self._recording)
         self._watchdog = Watchdog(settings.hang_seconds)
         self._node = NodeState(
             incarnation=begin.incarnation,
@@ -183,6 +186,8 @@ class Front:
                 self._take_reports()
             if self._router.door in ready:
                 self._router.admit()
+            if self._recording.is_on and self._recording.fileno() in ready:
+                self._recording.receive()
             self._take_requests()
             self._do_what_is_due()
             self._is_idle = not ready
@@ -217,6 +222,8 @@ class Front:
             wanted[self._mover.fileno()] = _events(self._mover.wants_write)
         if self._scrape is not None:
             wanted[self._scrape.fileno()] = _POLLIN
+        if self._recording.is_on:
+            wanted[self._recording.fileno()] = _POLLIN
         return wanted
 
     def _timeout_milliseconds(self) -> int:
@@ -395,6 +402,7 @@ class Front:
         self._mover.detach()
         if self._scrape is not None:
             self._scrape.close()
+        self._recording.close()
 
     def _now(self) -> float:
         return self._clock.now()
@@ -433,11 +441,11 @@ def main(arguments: list[str]) -> int:
     found = control.wait(BEGIN_SECONDS)
     if found is None or not isinstance(found[0], Begin):
         return EXIT_SUPERVISOR_GONE
-    begin, (generations_fd,) = found[0], found[1]
+    begin, (generations_fd, *recorder_fd) = found[0], found[1]
     logging.basicConfig(
         level=begin.settings.log_level.upper(), format="%(asctime)s %(levelname)s front: %(name)s: %(message)s"
     )
-    front = Front(control, begin, generations_fd)
+    front = Front(control, begin, generations_fd, *recorder_fd)
     try:
         front.start_metrics()
         return front.run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tierkv.config import Settings
@@ -35,7 +36,9 @@ class Incarnation:
         front_restarts: int,
         data_dir_problem: str = "",
         earlier_bytes: int = 0,
+        recorder: Sequence[int] = (),
     ) -> None:
+        """`recorder` is the descriptor that the front sends to what it has recorded, where that is done."""
         self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
         self.is_ready = False
         self.is_recovered = False
@@ -71,7 +74,7 @@ class Incarnation:
             monotonic_zero=clock.monotonic_zero,
         )
         self.wiper = ArenaWiper(self._arena.fd)
-        self.control.send(begin, [self._generations.fd])
+        self.control.send(begin, [self._generations.fd, *recorder])
 
     # ---- memory
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from blake3 import blake3
+from dataclasses import replace
 
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant, What
 from tierkv.core.purges import PurgedGroup, PurgePhase, PurgeState
 from tierkv.node.core_calls import CoreCalls
+from tierkv.node.recording import salt_digits
 from tierkv.node.waiting import Asker
 from tierkv.wire import messages
 from tierkv.wire.messages import Error, ErrorCode, Purge, PurgeReply, Reply
@@ -43,10 +44,10 @@ class Purging:
             problem = "this node may change nothing in its data directory (read_only); ask one that writes to it"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
         if request.dry_run and meant:
-            return self._reply(request, self._core.look(lambda: self._state.preview_purge(meant[0], now)))
+            return self._reply(request, self._core.look(lambda: self._state.preview_purge(meant[0], now)), now)
         known = self._core.look(lambda: self._state.purge_progress(request.job))
         if known is not None:
-            return self._reply(request, known)
+            return self._reply(request, known, now)
         if not meant:
             problem = "this front knows no such purge: it may be over; ask for it again to be sure"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="job")
@@ -61,10 +62,14 @@ class Purging:
         answer = self._core.ask(now, lambda: self._state.start_purge(request.job, what, now))
         if isinstance(answer, PurgeState):
             self._unfinished.add(request.job)
-        return self._reply(request, answer)
+            self._core.recording.purge(request.job, what, answer.groups, now)
+        return self._reply(request, answer, now)
 
-    def _reply(self, request: Purge, answer: PurgeState | NotOne) -> Reply:
+    def _reply(self, request: Purge, answer: PurgeState | NotOne, now: float) -> Reply:
         if isinstance(answer, PurgeState):
+            forgotten = self._core.recording.forgotten(request.job, now)
+            if forgotten is None:  # the recording still has some of it
+                answer = replace(answer, phase=PurgePhase.REMOVING)
             return purge_reply(request.id, answer)
         found = "no block" if not answer.found else f"{answer.found} blocks"
         problem = f"{found} known here with a key that begins with {request.prefix}; name one, by more of its digits"
@@ -111,7 +116,7 @@ def _group(group: PurgedGroup) -> messages.PurgedGroup:
         fingerprint=identity.weights,
         group=group.spec.group,
         model_name=group.spec.model_name,
-        salt=blake3(identity.salt.encode()).hexdigest()[:8] if identity.salt else "",
+        salt=salt_digits(identity.salt),
         extents=group.extents,
         blocks=group.blocks,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tierkv.core.grants import Waiting
+from tierkv.core.grants import Lease, Waiting
 from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.front_sessions import SessionTable
@@ -42,6 +42,9 @@ class Reading:
         if self._sessions.has_closed(token for _rank, token in holders):
             return empty_lease(request.id, Reason.SESSION_GONE)
         deadline = now + request.deadline_ms / 1000
+        recording = self._core.recording
+        if recording.is_on and not self._core.look(lambda: self._state.is_leased(request.grant)):
+            recording.ask(request.grant, request.group, request.keys, now)
         answer = self._core.ask(
             now,
             lambda: self._state.acquire(
@@ -58,7 +61,10 @@ class Reading:
             ),
             on_waiting=lambda: self._core.leases.add(request.grant, asker, deadline),
         )
-        return None if isinstance(answer, Waiting) else lease_reply(request.id, answer)
+        if isinstance(answer, Waiting):
+            return None
+        recording.answer(request.grant, answer if isinstance(answer, Lease) else None)
+        return lease_reply(request.id, answer)
 
     def _release(self, request: Release, _asker: Asker, now: float) -> Reply:
         if self._core.look(lambda: self._state.is_strange_to(request.grant, request.session)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import tierkv
 from tierkv.core.grants import GroupSpec
-from tierkv.core.instructions import AnyReport, ScrubProgress
+from tierkv.core.instructions import AnyReport, PurgeResumed, ScrubProgress
 from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.front_sessions import FrontSession, SessionTable
@@ -170,6 +170,7 @@ class Service:
         self._core.do(now, lambda: self._state.open_group(spec, now))
         self._core.look(lambda: self._state.session_opens(asker.session, group))
         self._known_groups.add(group)
+        self._core.recording.open_group(spec)
         session = self._sessions.find(asker.session)
         assert session is not None, "checked before"
         session.groups.add(group)
@@ -203,6 +204,8 @@ class Service:
     def on_report(self, report: AnyReport, now: float) -> None:
         if isinstance(report, ScrubProgress):
             self._operating.on_progress(report)
+        if isinstance(report, PurgeResumed):
+            self._core.recording.purge_again(report, now)
         self._core.do(now, lambda: self._state.report(report, now))
 
     def worker_started(self, now: float) -> None:

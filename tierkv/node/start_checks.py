@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 from pathlib import Path
@@ -41,3 +42,13 @@ def raise_descriptor_limit() -> None:
     """Sessions take two descriptors each; what the administrator allows is taken."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def require_recording(settings: Settings) -> None:
+    """What was asked for and can't be done is said before anything is started. Raises ConfigError."""
+    if settings.record is None:
+        return
+    try:
+        os.close(os.open(settings.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    except OSError as error:
+        raise ConfigError("record", f"{settings.record} can't be written: {error.strerror}") from error

@@ -52,6 +52,7 @@ from tierkv.node.host_share import HostShare
 from tierkv.node.incarnation import Incarnation
 from tierkv.node.lock import lock_socket_directory
 from tierkv.node.memory_room import require_memory
+from tierkv.node.recorder_process import RecorderProcess
 from tierkv.node.sessions import Asked, Ended, Event, HungUp, Sessions
 from tierkv.node.socket_folder import (
     claim_inline_folder,
@@ -60,7 +61,12 @@ from tierkv.node.socket_folder import (
     remove_inline_sockets,
     remove_sockets,
 )
-from tierkv.node.start_checks import raise_descriptor_limit, require_metrics_address, require_purge_records
+from tierkv.node.start_checks import (
+    raise_descriptor_limit,
+    require_metrics_address,
+    require_purge_records,
+    require_recording,
+)
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.node.watchdog import Verdict, Watchdog
 from tierkv.wire.session import SESSION_SOCKET_NAME
@@ -112,6 +118,7 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
                 log.error("%s; serving from memory alone", error)
                 settings = settings.model_copy(update={"data_dir": None, "nvme_bytes": None, "read_only": False})
         require_metrics_address(settings)
+        require_recording(settings)
         claim_socket_folder(settings.socket_dir)
         owned.enter_context(lock_socket_directory(settings.socket_dir))
         if settings.inline_users:
@@ -162,6 +169,7 @@ class Supervisor:
         self._host_share = HostShare(settings.host_bytes)
         self._admission = Admission(sessions)
         self._gateway = GatewayProcess(settings)
+        self._recorder = RecorderProcess(settings)
         self._front_backoff = Backoff()
         self._worker_backoff = Backoff()
         self._front_due: float | None = 0.0
@@ -190,12 +198,14 @@ class Supervisor:
             self._take_control()
             self._reap()
             self._hear_gateway()
+            self._recorder.look()
             for event in self._sessions.poll():
                 self._on_session(event)
             self._do_what_is_due()
             if self._incarnation is not None:
                 self._incarnation.control.flush()
         self._gateway.end()
+        self._recorder.end()
         return self._sum_up()
 
     @property
@@ -214,7 +224,7 @@ class Supervisor:
             wanted[incarnation.front.pidfd] = select.POLLIN
         if (worker := self._leftover or (incarnation.worker if incarnation else None)) is not None:
             wanted[worker.pidfd] = select.POLLIN
-        wanted |= dict.fromkeys(self._gateway.filenos(), select.POLLIN)
+        wanted |= dict.fromkeys(self._gateway.filenos() + self._recorder.filenos(), select.POLLIN)
         for fd in self._polled.keys() - wanted.keys():
             self._poll.unregister(fd)
         for fd, events in wanted.items():
@@ -228,6 +238,7 @@ class Supervisor:
             self._worker_due,
             self._growth_due,
             self._gateway.due,
+            self._recorder.due,
             self._retake_due,
             self._socket_check_due,
             self._watchdog.next_due(),
@@ -248,6 +259,7 @@ class Supervisor:
             self._worker_due = None
             self._start_worker(now)
         self._gateway.start_if_due(now)
+        self._recorder.start_if_due(now)
         if self._incarnation is not None and self._incarnation.wiper.has_work:
             self._incarnation.zero_some()
         if self._growth_due is not None and self._growth_due <= now:
@@ -278,6 +290,7 @@ class Supervisor:
                 front_restarts=restarts,
                 data_dir_problem=self._data_dir_problem,
                 earlier_bytes=self._host_share.held_bytes,
+                recorder=self._recorder.front_end(),
             )
         except ConfigError as error:
             log.error("no new front: %s", error)
@@ -383,6 +396,7 @@ class Supervisor:
         """Whatever the reason we end: no child that can be killed outlives us."""
         self._kill_children()
         self._gateway.kill()
+        self._recorder.kill()
         if self._incarnation is not None:
             self._incarnation.front.wait()
             self._leftover = self._leftover or self._incarnation.worker

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tierkv.core.grants import Refused, SealAnswer, Waiting
+from tierkv.core.grants import Committed, Refused, SealAnswer, Waiting
 from tierkv.core.keys import TOKEN_BYTES, count_keys
 from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls
@@ -130,7 +130,12 @@ class Writing:
         if self._checks.verdict(grant) is Verdict.WRONG:
             self._core.do(now, lambda: self._state.abort(grant, now, Reason.KEY_MISMATCH))
             self._checks.forget(grant)
-        return commit_reply(request_id, self._core.ask(now, lambda: self._state.commit(grant, now)))
+        recording = self._core.recording
+        ticket = self._core.look(lambda: self._state.ticket_to_check(grant)) if recording.is_on else None
+        answer = self._core.ask(now, lambda: self._state.commit(grant, now))
+        if ticket is not None and isinstance(answer, Committed):
+            recording.stored(ticket, now)
+        return commit_reply(request_id, answer)
 
     def _abort(self, request: Abort, _asker: Asker, now: float) -> Reply:
         if self._core.look(lambda: self._state.is_strange_to(request.grant, request.session)):

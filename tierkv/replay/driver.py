@@ -71,8 +71,8 @@ class Outcome:
 
 
 def replay(trace: Trace, setup: Setup) -> Outcome:
-    """Raises ConfigError where not even one block would fit, BrokenInvariant where the core's books don't balance in the
-    end."""
+    """Raises ConfigError where not even one block would fit, BrokenInvariant where the core's books don't balance in
+    the end."""
     run = _Run(trace, setup)
     for step in trace.steps:
         run.step(step)

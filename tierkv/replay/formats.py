@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tierkv.errors import TraceUnreadable
-from tierkv.replay import agent_sessions, mooncake
+from tierkv.replay import agent_sessions, mooncake, recorded
 from tierkv.replay.reading import Line, ReadOptions, read_lines
 from tierkv.replay.trace import Trace
 
@@ -17,6 +17,7 @@ _Reader = Callable[[Path, list[Line], ReadOptions], Trace]
 _READERS: dict[str, _Reader] = {
     "hash_ids": mooncake.read,
     "requests": agent_sessions.read,
+    "line": recorded.read,
 }
 """A field that only this format's first line has, and its reader."""
 

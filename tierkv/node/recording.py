@@ -1,0 +1,185 @@
+"""What the front tells the recorder, where there is one. It never waits for it: what finds no room is dropped, and
+counted."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import msgspec
+from blake3 import blake3
+
+from tierkv.core.grants import GroupSpec, Lease, TicketState
+from tierkv.core.instructions import PurgeResumed
+from tierkv.core.keys import KEY_BYTES, count_keys, key_at
+from tierkv.core.purge_scope import OfModel, OfPrefix, OfTenant, What
+from tierkv.core.purges import PurgedGroup
+from tierkv.core.recording import SHORT_KEY_BYTES, AnyPacket, Asked, Forget, Forgotten, Group, Stored, shorten
+
+MAX_PACKET_BYTES = 64 * 2**10
+SEND_BUFFER_BYTES = 4 * 2**20
+TELL_AGAIN_SECONDS = 30.0
+"""A recorder that was started again knows no group until it is told of it."""
+
+ASK_AGAIN_SECONDS = 1.0
+MAX_REMEMBERED = 64
+
+log = logging.getLogger(__name__)
+
+
+class Recording:
+    """`sock` None: nothing is recorded, and every call is a comparison."""
+
+    def __init__(self, sock: socket.socket | None) -> None:
+        self._sock = sock
+        self._groups: dict[bytes, Group] = {}
+        self._told: dict[bytes, float] = {}
+        self._waiting: dict[bytes, Asked] = {}  # by the grant that is not granted yet
+        self._purges: dict[bytes, tuple[Forget, float]] = {}  # not confirmed, and when it was asked for last
+        self._forgotten: dict[bytes, Forgotten] = {}
+        self.dropped = 0
+        if sock is not None:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+    @property
+    def is_on(self) -> bool:
+        return self._sock is not None
+
+    def fileno(self) -> int:
+        """Only where something is recorded."""
+        assert self._sock is not None
+        return self._sock.fileno()
+
+    def open_group(self, spec: GroupSpec) -> None:
+        identity, layout = spec.identity, spec.identity.layout
+        if self._sock is not None:
+            self._groups[spec.group] = Group(
+                group=spec.group,
+                name=spec.model_name,
+                fingerprint=identity.weights,
+                salt=salt_digits(identity.salt),
+                block_tokens=layout.block_tokens,
+                block_bytes=layout.total_block_bytes * identity.parallel.shards,
+            )
+
+    # ---- what engines do
+
+    def ask(self, grant: bytes, group: bytes, keys: bytes, now: float) -> None:
+        """To be followed by `answer`, now or later."""
+        if self._sock is not None and keys:
+            short = shorten(keys)
+            self._waiting[grant] = Asked(time=now, group=group, blocks=count_keys(keys), hit=0, keys=short)
+
+    def answer(self, grant: bytes, lease: Lease | None) -> None:
+        """None: it was refused."""
+        asked = self._waiting.pop(grant, None)
+        if asked is not None:
+            hit = lease.blocks if lease is not None else 0
+            self._tell(msgspec.structs.replace(asked, hit=hit), asked.time)
+
+    def stored(self, ticket: TicketState, now: float) -> None:
+        """A ticket was committed. Of several ranks, which all store the same blocks, the first says so."""
+        if self._sock is not None and ticket.rank == 0:
+            keys = ticket.keys[: (ticket.blocks[-1] + 1) * KEY_BYTES]
+            line = Stored(
+                time=now,
+                group=ticket.group,
+                blocks=count_keys(keys),
+                stored=len(ticket.blocks),
+                keys=shorten(keys),
+            )
+            self._tell(line, now)
+
+    def _tell(self, line: Asked | Stored, now: float) -> None:
+        told = self._told.get(line.group)
+        if told is None or now - told >= TELL_AGAIN_SECONDS:
+            group = self._groups.get(line.group)
+            if group is None or not self._send(group):
+                return
+            self._told[line.group] = now
+        self._send(line)
+
+    def _send(self, packet: AnyPacket) -> bool:
+        assert self._sock is not None
+        try:
+            self._sock.send(msgspec.msgpack.encode(packet), socket.MSG_DONTWAIT)
+        except OSError as error:  # no room, larger than there can be room for, or nobody there
+            if not self.dropped:
+                log.warning("the recorder does not keep up, and lines are left out: %s", error.strerror)
+            self.dropped += 1
+            return False
+        return True
+
+    # ---- purges
+
+    def purge(self, job: bytes, what: What, groups: tuple[PurgedGroup, ...], now: float) -> None:
+        """Have all lines of `what` removed. `groups` are those that the books found for it."""
+        if self._sock is None:
+            return
+        match what:
+            case OfTenant(salt):
+                named = tuple(group.spec.group for group in groups)
+                forget = Forget(job=job, groups=named, salts=(salt_digits(salt),))
+            case OfModel(fingerprint):
+                forget = Forget(job=job, fingerprints=(fingerprint,))
+            case OfPrefix(digits):
+                forget = Forget(job=job, keys=(bytes.fromhex(digits[: 2 * SHORT_KEY_BYTES]),))
+        self._ask_for(forget, now)
+
+    def purge_again(self, resumed: PurgeResumed, now: float) -> None:
+        """One that an earlier front, or an earlier node, did not see through."""
+        if self._sock is None:
+            return
+        scope = resumed.scope
+        heads = (one.heads for one in scope.extents)
+        keys = (key_at(packed, index) for packed in heads for index in range(count_keys(packed)))
+        forget = Forget(
+            job=resumed.purge,
+            groups=tuple(one.group for one in scope.groups),
+            fingerprints=scope.models,
+            keys=tuple(key[:SHORT_KEY_BYTES] for key in keys),
+        )
+        self._ask_for(forget, now)
+
+    def forgotten(self, job: bytes, now: float) -> Forgotten | None:
+        """What came of it; None while that is not known. Nothing, where there is no recording or no such purge."""
+        if job in self._purges:
+            forget, asked = self._purges[job]
+            if now - asked >= ASK_AGAIN_SECONDS:
+                self._ask_for(forget, now)
+            return None
+        return self._forgotten.get(job, Forgotten(job=job, lines=0))
+
+    def receive(self) -> None:
+        """What the recorder has said."""
+        assert self._sock is not None
+        while True:
+            try:
+                packet = self._sock.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                return
+            if not packet:
+                return
+            said = msgspec.msgpack.decode(packet, type=Forgotten)
+            if said.problem:
+                log.error("a purge does not get on with the recording: %s", said.problem)
+                continue
+            self._purges.pop(said.job, None)
+            self._forgotten[said.job] = said
+            while len(self._forgotten) > MAX_REMEMBERED:
+                del self._forgotten[next(iter(self._forgotten))]
+
+    def _ask_for(self, forget: Forget, now: float) -> None:
+        self._purges[forget.job] = forget, now
+        self._send(forget)
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def salt_digits(salt: str) -> str:
+    """The first digits of a salt's digest, as reports show them; empty for none."""
+    return blake3(salt.encode()).hexdigest()[:8] if salt else ""
