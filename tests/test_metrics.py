@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierkv.core.counters import Counters
+from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import TierBytes
 from tierkv.errors import ConfigError
 from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, copy_counters
@@ -73,6 +74,14 @@ def test_labels_come_from_what_was_counted():
     assert seen["tierkv_io_errors_total", (("errno", "ENOSPC"), ("operation", "write"))] == 3
     assert seen["tierkv_dropped_writes_total", (("reason", "disk_full"),)] == 2
     assert seen["tierkv_queue_depth", (("queue", "nvme_write"),)] == 9
+
+
+def test_pins_are_shown_with_what_they_hold_and_may_hold():
+    pinned = (PinnedTier(tier="host", cap_bytes=30, held_bytes=10, booked_bytes=20),)
+    seen = samples(Snapshot(version="1", pins=2, pinned=pinned))
+    assert seen["tierkv_pins", ()] == 2
+    assert seen["tierkv_pinned_bytes", (("tier", "host"),)] == 10
+    assert seen["tierkv_pinned_cap_bytes", (("tier", "host"),)] == 30
 
 
 def test_a_histogram_counts_every_duration_once():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tierkv.storage.disk_usage import DiskUse
-    from tierkv.wire.messages import TierUsage, UsageReply, UsageRow
+    from tierkv.wire.messages import PinnedTier, TierUsage, UsageReply, UsageRow
 
 BY = ("model", "adapter", "tenant", "group")
 
@@ -39,6 +39,7 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
 
     with operator(where) as node:
         usage = node.usage()
+        pinned = node.pins().tiers
         on_disk = measure_disk(node.status().data_dir) if disk else []
     lines = aggregate(usage.rows, by)
     if as_json:
@@ -48,12 +49,13 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
                 "lines": [line.as_object() for line in lines],
                 "total": total(lines).as_object(),
                 "tiers": plain(usage.tiers),
+                "pinned": plain(pinned),
                 **({"disk": disk_as_object(on_disk)} if disk else {}),
             }
         )
         return
     screen = console()
-    for part in view(usage, lines, by):
+    for part in view(usage, lines, by, pinned):
         screen.print(part)
     if disk:
         screen.print("")
@@ -180,13 +182,15 @@ def disk_as_object(uses: list[DiskUse]) -> dict[str, dict[str, int]]:
 # ---- for people
 
 
-def view(usage: UsageReply, lines: list[Line], by: str) -> Iterator[RenderableType]:
+def view(
+    usage: UsageReply, lines: list[Line], by: str, pinned: tuple[PinnedTier, ...] = ()
+) -> Iterator[RenderableType]:
     if lines:
         yield _lines_table(lines, by)
     else:
         yield "nothing is cached yet"
     yield ""
-    yield _tier_table(usage.tiers)
+    yield _tier_table(usage.tiers, {tier.tier: tier.held_bytes for tier in pinned})
 
 
 def _lines_table(lines: list[Line], by: str) -> RenderableType:
@@ -271,11 +275,11 @@ def _disk_table(uses: list[DiskUse]) -> RenderableType:
     return shown
 
 
-def _tier_table(tiers: tuple[TierUsage, ...]) -> RenderableType:
+def _tier_table(tiers: tuple[TierUsage, ...], pinned: dict[str, int]) -> RenderableType:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import table
 
-    sizes = ("used", "reserved", "overhead", "of it index", "of it quarantine", "free", "capacity")
+    sizes = ("used", "of it pinned", "reserved", "overhead", "of it index", "of it quarantine", "free", "capacity")
     shown = table("tier", *sizes, numbers=sizes)
     for tier in tiers:
         taken = tier.used_bytes + tier.reserved_bytes + tier.overhead_bytes
@@ -283,6 +287,7 @@ def _tier_table(tiers: tuple[TierUsage, ...]) -> RenderableType:
         shown.add_row(
             tier.tier,
             human_size(tier.used_bytes),
+            human_size(pinned[tier.tier]) if pinned.get(tier.tier) else "-",
             human_size(tier.reserved_bytes),
             human_size(tier.overhead_bytes),
             human_size(tier.index_bytes) if tier.index_bytes else "-",

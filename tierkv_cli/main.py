@@ -31,6 +31,9 @@ COMMANDS = {
     "torture": "Put a node of its own under every fault there is.",
     "purge": "Make data unreachable and remove it from every tier.",
     "replay": "Replay a trace against policies and capacities.",
+    "pin": "Have a prefix stay, whatever is evicted.",
+    "unpin": "End a pin.",
+    "pins": "List what is pinned.",
     "fingerprint": "Print a model's fingerprint and its files.",
     "config": "Show the settings in force and where each came from.",
 }

@@ -12,6 +12,8 @@ import pytest
 
 from tierkv.errors import NodeUnreachable
 from tierkv.wire.messages import (
+    PinnedTier,
+    PinsReply,
     StatusReply,
     TierUsage,
     UsageReply,
@@ -58,6 +60,7 @@ class FakeNode:
     tiers: tuple[TierUsage, ...] = ()
     steps: list[WarmupReply | VerifyReply | BaseException | int] = field(default_factory=list)
     later_steps: list[list[WarmupReply | VerifyReply | BaseException | int]] = field(default_factory=list)
+    pinned: tuple[PinnedTier, ...] = ()
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cancelled: bool = False
     incarnation: int = 1
@@ -74,6 +77,10 @@ class FakeNode:
     def usage(self) -> UsageReply:
         self._require()
         return UsageReply(id=1, rows=self.rows, tiers=self.tiers)
+
+    def pins(self) -> PinsReply:
+        self._require()
+        return PinsReply(id=1, rows=(), tiers=self.pinned)
 
     def warmup(self, **arguments: Any) -> Iterator[Any]:
         return self._progress("warmup", arguments)

@@ -26,10 +26,15 @@ from tierkv.core.grants import (
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import (
     ExtentRow,
+    ForgetPin,
     GroupFound,
     Instruction,
     OpenNamespace,
     OpFailed,
+    PinForgotten,
+    PinFound,
+    PinRecord,
+    PinRecorded,
     PurgeAbout,
     PurgeRecorded,
     PurgeResumed,
@@ -37,6 +42,7 @@ from tierkv.core.instructions import (
     PurgeSwept,
     Read,
     ReadDone,
+    RecordPin,
     RecordPurge,
     Recovered,
     Remove,
@@ -53,6 +59,7 @@ from tierkv.core.instructions import (
     Zeroed,
 )
 from tierkv.core.keys import KEY_BYTES, chain_keys, count_keys, key_at, pack_tokens
+from tierkv.core.pins import PinRefused, PinState
 from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState, Limits
 
@@ -156,6 +163,7 @@ class Disk:
     files: dict[FileName, KvFile] = field(default_factory=dict)
     specs: dict[bytes, GroupSpec] = field(default_factory=dict)
     purges: dict[bytes, tuple[PurgeScope, PurgeAbout]] = field(default_factory=dict)  # recorded, not yet swept
+    pins: dict[bytes, PinRecord] = field(default_factory=dict)
     _harmed: dict[tuple[bytes, int], set[bytes]] = field(default_factory=dict)
 
     @property
@@ -224,8 +232,8 @@ class Disk:
         ]
 
     def resume(self, failure: Reason | None = None) -> list[Report]:
-        """What a worker that sends rows does first with purges that were recorded."""
-        reports: list[Report] = []
+        """What a worker that sends rows tells first: the pins, and what it did with purges that were recorded."""
+        reports: list[Report] = [PinFound(record) for record in self.pins.values()]
         for purge, (scope, about) in list(self.purges.items()):
             if failure is None:
                 for name in self.in_scope(scope):
@@ -276,11 +284,20 @@ class Worker:
         self.waiting: list[FileOp] = []
         self.unheard: list[tuple[FileOp | None, Report]] = []  # done, and the core doesn't know
         self.touched = 0
+        self.pin_failure: Reason | None = None
 
     def take(self, instruction: object) -> None:
         if isinstance(instruction, RecordPurge):
             self.disk.purges[instruction.purge] = (instruction.scope, instruction.about)
             self.unheard.append((None, PurgeRecorded(instruction.purge)))
+        elif isinstance(instruction, RecordPin):
+            if self.pin_failure is None:
+                self.disk.pins[instruction.record.pin] = instruction.record
+            self.unheard.append((None, PinRecorded(instruction.record.pin, self.pin_failure)))
+        elif isinstance(instruction, ForgetPin):
+            if self.pin_failure is None:
+                self.disk.pins.pop(instruction.pin, None)
+            self.unheard.append((None, PinForgotten(instruction.pin, self.pin_failure)))
         elif isinstance(instruction, (Write, Read, Remove, SetAside, SweepPurge, Zero)):
             self.waiting.append(instruction)
         elif isinstance(instruction, Touch):
@@ -418,6 +435,7 @@ class Bench:
         session_bytes: int = 1 << 30,
         disk: Disk | None = None,
         persistent: bool = True,
+        pinned_share: float = 0.1,
     ) -> None:
         self.now = 1_000.0
         self.limits = Limits(
@@ -430,6 +448,7 @@ class Bench:
             inflight_writes=4,
             inflight_reads=4,
             page_bytes=PAGE,
+            pinned_share=pinned_share,
         )
         self.spec = make_group(ranks=ranks, block_tokens=block_tokens, persistent=persistent)
         self.disk = disk if disk is not None else Disk()
@@ -584,6 +603,32 @@ class Bench:
         for part in lease.parts:
             assert self.arena.read(part.offsets) == stamps(prompt.keys, part.rank)[: lease.blocks]
             assert [self.generations[offset // PAGE] for offset in part.offsets] == part.generations
+
+    def pin(
+        self,
+        prompt: Prompt,
+        *,
+        tier: str = "host",
+        owner: str = "ann",
+        seconds: float = 0.0,
+        pin: bytes | None = None,
+    ) -> PinState | PinRefused:
+        answer, effects = self.state.pin(
+            pin=pin or self.grant(),
+            group=prompt.group,
+            keys=prompt.keys,
+            owner=owner,
+            tier=tier,
+            seconds=seconds,
+            now=self.now,
+        )
+        self.absorb(effects)
+        return answer
+
+    def unpin(self, pin: bytes) -> PinState | None:
+        answer, effects = self.state.unpin(pin, self.now)
+        self.absorb(effects)
+        return answer
 
     def release(self, lease: Lease, rank: int | None = None) -> None:
         self.absorb(self.state.release(lease.grant, rank, self.now))

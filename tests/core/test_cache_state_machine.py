@@ -51,6 +51,7 @@ from tierkv.core.grants import (
     Waiting,
 )
 from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, TierHealth, Write, Zero
+from tierkv.core.pins import PinPhase, PinRefused
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant
 from tierkv.core.purges import MAX_REMEMBERED, PurgePhase
 from tierkv.core.reasons import Reason
@@ -182,6 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
         second_group=st.sampled_from([None, None, "salted", "wide", "fleeting"]),
         session_slots=st.sampled_from([100, 100, 100, 3]),
         inflight=st.integers(1, 2),
+        pinned_share=st.sampled_from([0.5, 0.3, 1.0, 0.0]),
     )
     def begin(
         self,
@@ -195,6 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         second_group: str | None,
         session_slots: int,
         inflight: int,
+        pinned_share: float,
     ) -> None:
         self.ranks = ranks
         self.groups = [make_group(block_tokens=block_tokens, ranks=ranks)]
@@ -218,6 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
             inflight_reads=inflight,
             page_bytes=PAGE,
             staged_seconds=STAGED_SECONDS,
+            pinned_share=pinned_share,
         )
         self.prompts = [
             Prompt(spec, tuple(int(choice) for choice in choices for _ in range(block_tokens)))
@@ -258,6 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cancelled: set[bytes] = set()
         self.waiting_seals: dict[int, tuple[Prompt, float]] = {}
         self.warmups: list[bytes] = []
+        self.kept: dict[bytes, tuple[int, int]] = {}  # pin -> blocks of its prefix that were cached, and in memory
         self.tainted: dict[int, object] = {}  # pages -> what was purged and is in them; None: somebody writes such
         self.purges = []
         self.committed: dict[tuple[bytes, int], set[bytes]] = {}
@@ -273,7 +278,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.state.session_opens(session, spec.group)
         self.limit_host()
         self.orphans = {extent.key for extent in self.state._ledger.tree if extent.is_orphan}
-        self.damaged = self.state.counts.damaged_extents.total()
+        self.damaged = self.pins_damaged = self.state.counts.damaged_extents.total()
 
     def recover(self, order: list[FileName] | None = None) -> None:
         resumed = self.disk.resume(Reason.IO_ERROR if self.number() % 3 == 0 else None)
@@ -936,13 +941,50 @@ class CacheMachine(RuleBasedStateMachine):
             return
         job = self.name("warmup")
         self.warmups.append(job)
+        is_pin_due = bool(self.state._ledger.pins.to_promote)  # that may evict, and may come now
         evictable = {extent.key: extent.host_blocks for extent in self.state._ledger.tree}
         self.absorb(self.state.start_warmup(job, WarmupScope(budget_bytes=budget), self.now))
-        for extent in self.state._ledger.tree:
+        for extent in [] if is_pin_due else self.state._ledger.tree:
             assert extent.host_blocks >= evictable.get(extent.key, 0), "a warm-up evicted for a guess"
         progress = self.state.warmup_progress(job)
         assert progress is not None
         assert progress.done_extents <= progress.total_extents
+
+    @rule(
+        draw=st.data(),
+        tier=st.sampled_from(["host", "host", "nvme"]),
+        seconds=st.sampled_from([0.0, 0.0, 3.0, 100.0]),
+        failure=st.sampled_from([None, None, None, Reason.IO_ERROR]),
+    )
+    def pin(self, draw: st.DataObject, tier: str, seconds: float, failure: Reason | None) -> None:
+        """Somebody wants a prefix to stay, or no more."""
+        self.worker.pin_failure = failure
+        known = [state.record.pin for state in self.state.pins()]
+        if known and draw.draw(st.booleans()):
+            pin = draw.draw(st.sampled_from(known))
+            over, effects = self.state.unpin(pin, self.now)
+            self.absorb(effects)
+            assert over is not None
+            assert pin not in [state.record.pin for state in self.state.pins()]
+            return
+        prompt, pin = self.prompt(draw), self.name("pin")
+        before = self.state.pins()
+        for _ in range(2):  # its reply may be lost
+            answer, effects = self.state.pin(
+                pin=pin,
+                group=prompt.group,
+                keys=prompt.keys,
+                owner="ann",
+                tier=tier,
+                seconds=seconds,
+                now=self.now,
+            )
+            self.absorb(effects)
+        if isinstance(answer, PinRefused):
+            assert self.state.pins() == before
+            return
+        for tier_bytes in self.state.pinned_tiers():
+            assert tier_bytes.held_bytes <= tier_bytes.cap_bytes
 
     @rule(draw=st.data())
     def purge(self, draw: st.DataObject) -> None:
@@ -1177,6 +1219,21 @@ class CacheMachine(RuleBasedStateMachine):
             assert not (is_whole and (block.parent in visible or block.parent == block.group))
 
     @invariant()
+    def what_is_pinned_stays(self) -> None:
+        """Unless it is found bad, or there is less room than pins were promised."""
+        damaged = self.state.counts.damaged_extents.total()
+        before, self.kept = self.kept, {}
+        for state in self.state.pins():
+            if state.phase not in (PinPhase.SHORT, PinPhase.PURGED):
+                here = state.host_blocks if state.record.tier == "host" else 0
+                self.kept[state.record.pin] = (state.cached_blocks, here)
+        for pin, (cached, here) in self.kept.items():
+            was_cached, was_here = before.get(pin, (0, 0))
+            is_kept = cached >= was_cached and here >= was_here
+            assert is_kept or damaged > self.pins_damaged, "pinned, and evicted"
+        self.pins_damaged = damaged
+
+    @invariant()
     def who_let_go_before_the_answer_is_answered_at_once(self) -> None:
         assert not self.cancelled
 
@@ -1208,6 +1265,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.bury(session)
         if not self.is_worker_up and self.limits.nvme_bytes:
             self.start_worker()
+        self.worker.pin_failure = None
         for _ in range(3):
             self.work_until_quiet()
             self.now += 2 * STAGED_SECONDS
@@ -1248,6 +1306,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert ledger.pool.used_bytes == resident
         assert ledger.doomed_bytes == 0
         if self.limits.nvme_bytes:
+            assert set(self.disk.pins) == {state.record.pin for state in state.pins()}
             known = {
                 (extent.group, rank, extent.key)
                 for extent in ledger.tree

@@ -63,6 +63,10 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
     "quarantine_days": ({"quarantine_seconds": worker}, "tests/storage/test_quarantine.py::test_what_is_too_old_goes"),
+    "pinned_share": (
+        {"pinned_share": limits},
+        "tests/core/test_pins.py::test_pins_can_not_fill_a_tier_and_the_refusal_says_who_has_what",
+    ),
     "slab_bytes": ({"slab_bytes": limits}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
     "extent_bytes": ({"extent_bytes": limits}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
     "seal_after_seconds": (

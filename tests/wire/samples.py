@@ -46,6 +46,13 @@ from tierkv.wire.messages import (
     NotReady,
     OpenGroup,
     OpenGroupReply,
+    Pin,
+    PinnedTier,
+    PinReply,
+    PinRow,
+    Pins,
+    PinsReply,
+    PinTier,
     Purge,
     PurgedGroup,
     PurgeReply,
@@ -64,6 +71,8 @@ from tierkv.wire.messages import (
     TierUsage,
     Top,
     TopReply,
+    Unpin,
+    UnpinReply,
     Usage,
     UsageReply,
     UsageRow,
@@ -126,6 +135,28 @@ _TIER = TierUsage(
 )
 
 _LEFT = Left(tier="nvme", reason="evicted", at=1.5, tokens=32, hits=2, last_used=0.5)
+_PIN = PinRow(
+    pin=_GRANT,
+    owner="ann",
+    fingerprint="11" * 32,
+    group=_GROUP,
+    model_name="llama",
+    salt="0123abcd",
+    key=bytes(32),
+    blocks=4,
+    tokens=64,
+    tier="host",
+    phase="partly",
+    cached_blocks=3,
+    host_blocks=2,
+    host_bytes=8192,
+    nvme_bytes=12288,
+    booked_bytes=16384,
+    made=1_700_000_000.5,
+    until=1_800_000_000.5,
+    recorded=True,
+    reason="disk_full",
+)
 
 REQUESTS: tuple[Request, ...] = (
     Hello(id=1, session=_TOKEN, deadline_ms=250, protocol=1, client="engine"),
@@ -196,6 +227,19 @@ REQUESTS: tuple[Request, ...] = (
         last=20,
     ),
     Top(id=19, session=_TOKEN, most=5),
+    Pin(
+        id=30,
+        session=_TOKEN,
+        pin=_GRANT,
+        of=_GROUP,
+        keys=_KEYS,
+        prefix="22" * 32,
+        owner="ann",
+        tier=PinTier.NVME,
+        seconds=3600.5,
+    ),
+    Unpin(id=31, session=_TOKEN, pin=_GRANT, prefix="22" * 32),
+    Pins(id=32, session=_TOKEN),
 )
 
 REPLIES: tuple[Reply, ...] = (
@@ -407,6 +451,9 @@ REPLIES: tuple[Reply, ...] = (
         evictions=(EvictionRow(4.5, _GROUP, "llama", "host", "nvme", "evicted", 2, 32, 4096),),
         prefill_tokens_per_second=12_000.0,
     ),
+    PinReply(id=30, row=_PIN),
+    UnpinReply(id=31, rows=(_PIN,)),
+    PinsReply(id=32, rows=(_PIN,), tiers=(PinnedTier("host", 3, 1, 2),), unreadable=1),
 )
 
 PACKETS: tuple[AnySessionMessage, ...] = (

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
+
+import msgspec
 
 from tierkv.client.aio_links import AsyncLinks
 from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
@@ -27,12 +30,21 @@ from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.operators import (
     PROGRESS_SECONDS,
+    RECORD_SECONDS,
+    RECORD_WAIT_SECONDS,
+    PinWish,
     cancel_job,
     explain,
+    is_settled,
     new_job,
+    pin_step,
+    pins,
     purge_step,
     status,
+    still_there,
+    this_user,
     top,
+    unpin_step,
     usage,
     verify_step,
     warmup_step,
@@ -48,6 +60,8 @@ from tierkv.wire.messages import (
     ExplainReply,
     Holder,
     LeasePart,
+    PinRow,
+    PinsReply,
     PurgeReply,
     StatusReply,
     TopReply,
@@ -176,6 +190,48 @@ class Operator:
     async def top(self, *, most: int = 20) -> TopReply:
         return await self._run(top(self._verbs, most))
 
+    async def pin(
+        self,
+        *,
+        group: bytes | None = None,
+        keys: bytes = b"",
+        prefix: str | None = None,
+        owner: str | None = None,
+        tier: str = "host",
+        seconds: float = 0.0,
+        pin: bytes | None = None,
+    ) -> PinRow:
+        """As the blocking `pin`."""
+        wish = PinWish(
+            pin=pin or new_job(),
+            group=group,
+            keys=keys,
+            prefix=prefix,
+            owner=this_user() if owner is None else owner,
+            tier=tier,
+            seconds=seconds,
+        )
+        row = await self._run(pin_step(self._verbs, wish))
+        deadline = time.monotonic() + RECORD_WAIT_SECONDS
+        while not is_settled(row) and time.monotonic() < deadline:
+            await asyncio.sleep(RECORD_SECONDS)
+            row = await self._run(pin_step(self._verbs, wish))
+        return row
+
+    async def unpin(self, *, pin: bytes | None = None, prefix: str | None = None) -> list[PinRow]:
+        """As the blocking `unpin`."""
+        rows = {row.pin: row for row in await self._run(unpin_step(self._verbs, pin, prefix))}
+        deadline = time.monotonic() + RECORD_WAIT_SECONDS
+        while (waiting := still_there(rows.values())) and time.monotonic() < deadline:
+            await asyncio.sleep(RECORD_SECONDS)
+            for row in waiting:
+                again = await self._run(unpin_step(self._verbs, row.pin, None))
+                rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
+        return list(rows.values())
+
+    async def pins(self) -> PinsReply:
+        return await self._run(pins(self._verbs))
+
     async def is_connected(self) -> bool:
         return await self._run(self._verbs.ping()) is None
 
@@ -302,6 +358,20 @@ class Group(GroupCore):
     def hold(self, grant: bytes, token: bytes, part: LeasePart) -> Lease:
         self._client._state.begin_call()
         return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
+
+    async def pin(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: bytes | None = None,
+        owner: str | None = None,
+        tier: str = "host",
+        seconds: float = 0.0,
+    ) -> PinRow:
+        """As the blocking `pin`."""
+        packed = self._record.resolve_keys(tokens, keys)
+        await self._client._run(self._verbs.open_group(self._record))
+        return await self._client.pin(group=self.key, keys=packed, owner=owner, tier=tier, seconds=seconds)
 
     async def report_bad(self, keys: bytes, first_bad: int) -> Reason | None:
         return await self._client._run(self._verbs.report_bad(self._record, keys, first_bad))

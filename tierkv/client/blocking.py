@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.endpoint import find_endpoint, find_node_user
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
@@ -24,13 +26,22 @@ from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.links import LinkPool, drive
 from tierkv.client.operators import (
     PROGRESS_SECONDS,
+    RECORD_SECONDS,
+    RECORD_WAIT_SECONDS,
+    PinWish,
     cancel_job,
     explain,
+    is_settled,
     new_job,
+    pin_step,
+    pins,
     purge_step,
     require_timeout,
     status,
+    still_there,
+    this_user,
     top,
+    unpin_step,
     usage,
     verify_step,
     warmup_step,
@@ -46,6 +57,8 @@ from tierkv.wire.messages import (
     ExplainReply,
     Holder,
     LeasePart,
+    PinRow,
+    PinsReply,
     PurgeReply,
     StatusReply,
     TopReply,
@@ -182,6 +195,54 @@ class Operator:
     def top(self, *, most: int = 20) -> TopReply:
         """What goes on, beside `status`: queues, the `most` hottest prefixes and latest evictions."""
         return self._run(top(self._verbs, most))
+
+    def pin(
+        self,
+        *,
+        group: bytes | None = None,
+        keys: bytes = b"",
+        prefix: str | None = None,
+        owner: str | None = None,
+        tier: str = "host",
+        seconds: float = 0.0,
+        pin: bytes | None = None,
+    ) -> PinRow:
+        """Have a prefix stay, whatever is evicted: the packed `keys` of its blocks from token 0 in `group`, or what is
+        cached up to the block whose key, in hexadecimal, begins with `prefix`; on `tier` ("host", which keeps its files
+        too, or "nvme"), for so many `seconds` (0: until it is unpinned). `owner`: the user that this process runs as.
+
+        Returns when it is on disk, or can't be: its row's `recorded` and `reason` say. Raises WireError when pins would
+        hold more of the tier than they may. With the same id, `pin`, it may be asked for again."""
+        wish = PinWish(
+            pin=pin or new_job(),
+            group=group,
+            keys=keys,
+            prefix=prefix,
+            owner=this_user() if owner is None else owner,
+            tier=tier,
+            seconds=seconds,
+        )
+        row = self._run(pin_step(self._verbs, wish))
+        deadline = time.monotonic() + RECORD_WAIT_SECONDS
+        while not is_settled(row) and time.monotonic() < deadline:
+            time.sleep(RECORD_SECONDS)
+            row = self._run(pin_step(self._verbs, wish))
+        return row
+
+    def unpin(self, *, pin: bytes | None = None, prefix: str | None = None) -> list[PinRow]:
+        """End a pin by its id, or all of the prefix that ends with the block `prefix`. Returns what was pinned when its
+        records are off the disk; a row that is `recorded` still says with its `reason` why it is not."""
+        rows = {row.pin: row for row in self._run(unpin_step(self._verbs, pin, prefix))}
+        deadline = time.monotonic() + RECORD_WAIT_SECONDS
+        while (waiting := still_there(rows.values())) and time.monotonic() < deadline:
+            time.sleep(RECORD_SECONDS)
+            for row in waiting:
+                again = self._run(unpin_step(self._verbs, row.pin, None))
+                rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
+        return list(rows.values())
+
+    def pins(self) -> PinsReply:
+        return self._run(pins(self._verbs))
 
     def is_connected(self) -> bool:
         """Whether the node answers now; asks it."""
@@ -324,6 +385,21 @@ class Group(GroupCore):
         part of another rank."""
         self._client._state.begin_call()
         return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
+
+    def pin(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: bytes | None = None,
+        owner: str | None = None,
+        tier: str = "host",
+        seconds: float = 0.0,
+    ) -> PinRow:
+        """Have the prompt's full blocks stay, as `Client.pin`. Unlike this group's other verbs it raises when the node
+        is away or refuses: who pins wants to know."""
+        packed = self._record.resolve_keys(tokens, keys)
+        self._client._run(self._verbs.open_group(self._record))
+        return self._client.pin(group=self.key, keys=packed, owner=owner, tier=tier, seconds=seconds)
 
     def report_bad(self, keys: bytes, first_bad: int) -> Reason | None:
         """Blocks of `keys` from `first_bad` on were loaded and can't be used: the node drops them. None when it has."""

@@ -1,11 +1,13 @@
 """The verbs of an operator. Unlike an engine's they raise: NodeUnreachable when no node answers, IncompleteError while
 it is recovering, WireError when it refuses. Warmup, Verify and Purge are jobs: asked again, with one id, until
-finished."""
+finished; Pin and Unpin until what they change is on disk, or can't be."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import pwd
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tierkv.client.asking import Failure
@@ -19,6 +21,12 @@ from tierkv.wire.messages import (
     MAX_EXPLAINED_TOKENS,
     Explain,
     ExplainReply,
+    Pin,
+    PinReply,
+    PinRow,
+    Pins,
+    PinsReply,
+    PinTier,
     Purge,
     PurgeReply,
     Reply,
@@ -27,6 +35,8 @@ from tierkv.wire.messages import (
     StatusReply,
     Top,
     TopReply,
+    Unpin,
+    UnpinReply,
     Usage,
     UsageReply,
     Verify,
@@ -105,6 +115,68 @@ def explain(
 
 def top(verbs: Verbs, most: int) -> Verb[TopReply]:
     return (yield from _insist(verbs, Top, TopReply, most=most))
+
+
+RECORD_SECONDS = 0.02
+"""Between two looks whether a pin's record is written or removed: a flush takes about as long."""
+
+RECORD_WAIT_SECONDS = 10.0
+"""How long that is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinWish:
+    """A prefix: the packed `keys` of its blocks from token 0, in `group`; or the key of its last block in hexadecimal,
+    or 16 digits of it at least, as `prefix`. `seconds` 0: without an end."""
+
+    pin: bytes
+    group: bytes | None = None
+    keys: bytes = b""
+    prefix: str | None = None
+    owner: str = ""
+    tier: str = "host"
+    seconds: float = 0.0
+
+
+def pin_step(verbs: Verbs, wish: PinWish) -> Verb[PinRow]:
+    fields = {
+        "pin": wish.pin,
+        "of": wish.group,
+        "keys": wish.keys,
+        "prefix": wish.prefix,
+        "owner": wish.owner,
+        "tier": PinTier(wish.tier),
+        "seconds": wish.seconds,
+    }
+    reply = yield from _insist(verbs, Pin, PinReply, **fields)
+    return reply.row
+
+
+def unpin_step(verbs: Verbs, pin: bytes | None, prefix: str | None) -> Verb[tuple[PinRow, ...]]:
+    reply = yield from _insist(verbs, Unpin, UnpinReply, pin=pin, prefix=prefix)
+    return reply.rows
+
+
+def pins(verbs: Verbs) -> Verb[PinsReply]:
+    return (yield from _insist(verbs, Pins, PinsReply))
+
+
+def is_settled(row: PinRow) -> bool:
+    """A pin that was asked for: it is on disk, or it is said why not."""
+    return row.recorded or bool(row.reason)
+
+
+def still_there(rows: Iterable[PinRow]) -> list[PinRow]:
+    """Of those that were ended, whose record is still being removed."""
+    return [row for row in rows if row.recorded and not row.reason]
+
+
+def this_user() -> str:
+    """The name of the user that this process runs as, or the number where there is no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def cancel_job(verbs: Verbs, kind: type[Warmup] | type[Verify], job: bytes) -> Verb[None]:

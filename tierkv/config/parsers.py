@@ -48,6 +48,17 @@ def parse_positive(value: object) -> float:
     return number
 
 
+def parse_share(value: object) -> float:
+    """A part of a whole, as a number from 0 to 1."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})? ?%", value):
+        value = float(value.rstrip(" %")) / 100
+    elif isinstance(value, str) and re.fullmatch(r"[01](\.[0-9]{1,9})?", value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{value!r} isn't a share; write one like 10% or 0.1")
+    return float(value)
+
+
 def whole(low: int, high: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):

@@ -20,6 +20,7 @@ from tierkv.config.parsers import (
     parse_number,
     parse_path,
     parse_positive,
+    parse_share,
     parse_switch,
     parse_users,
     user_numbers,
@@ -35,6 +36,7 @@ Size = Annotated[int, named(parse_size)]
 Seconds = Annotated[float, named(parse_number)]
 PositiveNumber = Annotated[float, named(parse_positive)]
 PositiveSeconds = PositiveNumber
+Share = Annotated[float, named(parse_share)]
 Directory = Annotated[Path, named(parse_path)]
 DirectIo = Literal["auto", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -109,6 +111,11 @@ class Settings(BaseModel):
         GiB, "Damaged files that are kept for a look, oldest removed first. Part of nvme_bytes.", unit="size"
     )
     quarantine_days: Seconds = _setting(7.0, "Days after which a damaged file is removed.", unit="days")
+    pinned_share: Share = _setting(
+        0.1,
+        "What pins may keep of each tier at most, all together, so that they can't fill it: a share like 10% or 0.1. "
+        "0: nothing can be pinned.",
+    )
     slab_bytes: Size = _setting(
         64 * MiB,
         "Piece of host memory that one block size takes at a time. No block can be larger. A multiple of 4KiB.",

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Branch, Extent
-from tierkv.core.keys import KEY_BYTES
+from tierkv.core.keys import KEY_BYTES, split_keys
 from tierkv.core.ledger import Ledger
+from tierkv.core.pinned import Stay
+from tierkv.core.pins import Pins
 from tierkv.core.residency import NvmeState
 from tierkv.core.wiping import Wiping
 from tierkv.errors import BrokenInvariant
 
 
-def check(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> None:
+def check(ledger: Ledger, cascade: Cascade, wiping: Wiping, pins: Pins) -> None:
     _check_slots(ledger, cascade, wiping)
     _check_homes(ledger)
     _check_extents(ledger)
@@ -25,6 +27,7 @@ def check(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> None:
     _check_orders(ledger)
     _check_sums(ledger, cascade)
     _check_grants(ledger)
+    _check_pins(ledger, pins)
 
 
 def _require(condition: bool, story: str) -> None:
@@ -173,3 +176,53 @@ def _check_grants(ledger: Ledger) -> None:
         for key, grant in writing.items():
             is_live = grant in ledger.tickets and not ledger.tickets[grant].purged
             _require(is_live, f"rank {rank} of {key[:4].hex()} is being written by nobody")
+
+
+def _check_pins(ledger: Ledger, pins: Pins) -> None:
+    """What stays is wanted, is what the extents have of it, and no more than pins may hold."""
+    wanted: dict[str, dict[bytes, int]] = {}
+    times: Counter[tuple[str, bytes]] = Counter()
+    for tier, key, size in pins.wanted_blocks():
+        wanted.setdefault(tier, {})[key] = size
+        times[tier, key] += 1
+    counted = {
+        (tier, key): number
+        for key, one in ledger.pins.wanted.items()
+        for tier, number in (("nvme", one.pins), ("host", one.in_host))
+        if number
+    }
+    _require(counted == times, f"blocks that pins want: {counted} counted, {times} there")
+    booked = {tier: sum(blocks.values()) for tier, blocks in wanted.items()}
+    _require(pins.booked() == booked, f"pins are booked with {pins.booked()}, and want {booked}")
+    stays = ledger.pins.stays
+    for extent in ledger.tree:
+        is_wanted = extent.key in ledger.pins.wanted
+        _require(
+            is_wanted == (extent in stays), f"wanted is {is_wanted}, and the books of what stays differ: {extent!r}"
+        )
+        if is_wanted:
+            _check_stay(ledger, extent, stays[extent], wanted.get("host", {}))
+    host = sum(stay.host_bytes for stay in stays.values())
+    nvme = sum(stay.nvme_bytes for stay in stays.values())
+    held = (ledger.pins.host_bytes, ledger.pins.nvme_bytes)
+    _require(held == (host, nvme), f"bytes that stay: {held} counted, {host, nvme} there")
+    _require(host <= ledger.pins.host_cap, f"pins hold {host} bytes of host memory, of {ledger.pins.host_cap}")
+    _require(nvme <= ledger.pins.nvme_cap, f"pins hold {nvme} bytes of NVMe, of {ledger.pins.nvme_cap}")
+
+
+def _check_stay(ledger: Ledger, extent: Extent, stay: Stay, in_host: dict[bytes, int]) -> None:
+    keys = split_keys(extent.keys)
+    is_on_nvme = extent.nvme is NvmeState.PRESENT
+    kept = in_host if is_on_nvme else ledger.pins.wanted
+    depth = next((index for index, key in enumerate(keys) if key not in kept), len(keys))
+    story = f"{stay} of {extent!r}, of which {depth} blocks are to stay in host memory"
+    _require(stay.host_blocks <= depth, story)
+    _require(stay.nvme_bytes in ((0, extent.nvme_bytes) if is_on_nvme else (0,)), story)
+    slot_bytes = ledger.group_of(extent).slot_bytes
+    there = sum(min(stay.host_blocks, len(slots)) for slots in extent.slots) * slot_bytes
+    _require(stay.host_bytes == there, story)
+    is_whole = stay.host_blocks == depth and bool(stay.nvme_bytes) == is_on_nvme
+    _require(is_whole or extent in ledger.pins.short, f"keeps less than it is to, and waits for nothing: {story}")
+    floor = ledger.host_floor(extent)
+    _require(floor is None or floor >= stay.host_blocks, f"pinned, and on offer: {story}")
+    _require(not stay.nvme_bytes or extent not in ledger.nvme_order, f"pinned on NVMe, and on offer: {story}")

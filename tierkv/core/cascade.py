@@ -929,6 +929,7 @@ class Cascade:
     def _neighbours_changed(self, extent: Extent) -> None:
         """Whether an extent has a file decides whether it may go, and whether its parent may."""
         ledger = self._ledger
+        ledger.settle_pins(extent)
         ledger.reconsider(extent)
         if extent.above is not None and extent.above.owner is not None:
             ledger.reconsider(extent.above.owner)

@@ -184,6 +184,38 @@ class Zero(Instruction, frozen=True, tag=True):
     ranges: list[tuple[int, int]]
 
 
+class PinRecord(msgspec.Struct, frozen=True):
+    """A pin as it lies on disk and as the core has it. `keys` are the packed keys of the prefix from token 0, of a pin
+    that a purge has ended its last one alone. `made`, `until` (0: no end) and `purged` (0: it was not) are node times;
+    `block_bytes` is what a block of `block_tokens` takes in all ranks. `tier`: "host" or "nvme"."""
+
+    pin: bytes
+    fingerprint: str
+    group: bytes
+    keys: bytes
+    blocks: int
+    block_tokens: int
+    block_bytes: int
+    owner: str
+    tier: str
+    made: float
+    until: float = 0.0
+    purged: float = 0.0
+
+
+class RecordPin(Instruction, frozen=True, tag=True):
+    """Write a pin down, durably, in the place of an older record of it; carried out before any later instruction.
+    Reported as PinRecorded."""
+
+    record: PinRecord
+
+
+class ForgetPin(Instruction, frozen=True, tag=True):
+    """Remove its record, durably. Reported as PinForgotten."""
+
+    pin: bytes
+
+
 class Stop(Instruction, frozen=True, tag=True):
     """Finish what was taken on, flush the index, report Stopped, end. `budget_seconds` bounds all of it."""
 
@@ -232,7 +264,7 @@ class RecoveryProgress(Report, frozen=True, tag=True):
 class Recovered(Report, frozen=True, tag=True):
     """Recovery is over: every row has been sent. Counts for the log, `status` and metrics. `unreadable` entries were
     skipped because of an error that may pass. `hidden_bytes` of files were not told of: a purge is to remove them and
-    could not yet."""
+    could not yet. `unreadable_pins`: records of pins that can't be understood."""
 
     seconds: float
     extents: int
@@ -246,6 +278,7 @@ class Recovered(Report, frozen=True, tag=True):
     unreadable: int = 0
     temp_bytes: int = 0
     hidden_bytes: int = 0
+    unreadable_pins: int = 0
 
 
 class WriteDone(Report, frozen=True, tag=True):
@@ -387,6 +420,28 @@ class Zeroed(Report, frozen=True, tag=True):
     op: int
 
 
+class PinFound(Report, frozen=True, tag=True):
+    """A pin on disk. Precedes every row, and the purges that are resumed."""
+
+    record: PinRecord
+
+
+class PinRecorded(Report, frozen=True, tag=True):
+    """`reason` is why it could not be written down; then it ends with the front."""
+
+    pin: bytes
+    reason: Reason | None = None
+    problem: str = ""
+
+
+class PinForgotten(Report, frozen=True, tag=True):
+    """`reason` is why its record is still there; then the next start finds the pin again."""
+
+    pin: bytes
+    reason: Reason | None = None
+    problem: str = ""
+
+
 class Stopped(Report, frozen=True, tag=True):
     pass
 
@@ -403,6 +458,8 @@ AnyInstruction = (
     | RecordPurge
     | SweepPurge
     | Zero
+    | RecordPin
+    | ForgetPin
     | Stop
 )
 AnyReport = (
@@ -422,5 +479,8 @@ AnyReport = (
     | PurgeSwept
     | PurgeResumed
     | Zeroed
+    | PinFound
+    | PinRecorded
+    | PinForgotten
     | Stopped
 )

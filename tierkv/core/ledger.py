@@ -17,6 +17,7 @@ from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Ticke
 from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES
+from tierkv.core.pinned import Pinned
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
@@ -32,7 +33,7 @@ BYTES_OF_A_WIPE = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes in bytes, durations in seconds. `nvme_bytes` 0: there is no NVMe tier."""
+    """Sizes in bytes, durations in seconds, shares of 1. `nvme_bytes` 0: there is no NVMe tier."""
 
     host_bytes: int
     slab_bytes: int
@@ -49,6 +50,11 @@ class Limits:
     retry_seconds: float = 1.0
     prefill_tokens_per_second: float = 12_000.0  # of an engine, at the start of a prompt
     ghosts: int = 262_144  # most records of what was evicted
+    pinned_share: float = 0.1
+
+    def pin_caps(self) -> tuple[int, int]:
+        """What pins may hold of host memory and of NVMe."""
+        return int(self.host_bytes * self.pinned_share), int(self.nvme_bytes * self.pinned_share)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +159,7 @@ class Ledger:
         self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
         self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
         self.nvme_order: EvictionOrder = LeastRecentlyUsed()
+        self.pins = Pinned(*limits.pin_caps())
         self.doomed_bytes = 0
         self.wipes: deque[Wipe] = deque()  # to be asked for
         self.wiping_bytes = 0  # of those, and of those that were asked for
@@ -253,6 +260,7 @@ class Ledger:
         if extent.extras:
             extent.extras = {index: extra for index, extra in extent.extras.items() if index < num_blocks}
         extent.hot_blocks = min(extent.hot_blocks, num_blocks)
+        self.settle_pins(extent)
 
     def _remember(self, extent: Extent, num_blocks: int, departure: Departure) -> None:
         """Ghosts of the blocks from `num_blocks` on: one a segment, the last first, for each joins what follows it."""
@@ -286,6 +294,7 @@ class Ledger:
         self.touched.pop(extent, None)
         self.host_order(group.slot_bytes).withdraw(extent)
         self.nvme_order.withdraw(extent)
+        self.pins.leave(extent)
         if above is not None:
             self.reconsider(above)
 
@@ -326,6 +335,7 @@ class Ledger:
 
     def _host_changed(self, extent: Extent, before: int, change: int) -> None:
         self.group_of(extent).host_slots += change
+        self.settle_pins(extent)
         after = extent.longest_host_blocks
         if extent.above is not None and (before > 0) != (after > 0):
             extent.above.host_kids += 1 if after > 0 else -1
@@ -347,13 +357,25 @@ class Ledger:
         extent.doomed = [doomed for doomed in extent.doomed if doomed.waits_for]
         self.reconsider(extent)
 
+    # ---- what is pinned
+
+    def pinned(self, extent: Extent) -> bool:
+        """Whether some of it stays because of a pin."""
+        stay = self.pins.stays.get(extent)
+        return stay is not None and (stay.host_blocks > 0 or stay.nvme_bytes > 0)
+
+    def settle_pins(self, extent: Extent) -> None:
+        """Its blocks, its copies or what is wanted of it have changed: see what stays now. `reconsider` follows."""
+        if extent.in_tree and self.pins.concerns(extent):
+            self.pins.settle(extent, self.group_of(extent).slot_bytes)
+
     # ---- who may be evicted
 
     def host_floor(self, extent: Extent) -> int | None:
         """The block from which on this extent's host copies may go; None: none may."""
         if extent.reading or not self.may_leave_host(extent):
             return None
-        floor = extent.held_blocks
+        floor = max(extent.held_blocks, self.pins.host_blocks(extent))
         is_on_nvme = extent.nvme is NvmeState.PRESENT
         for index, branch in extent.branch_points.items():
             if branch.host_kids or (branch.kids and not is_on_nvme):
@@ -377,6 +399,7 @@ class Ledger:
             and extent.nvme is NvmeState.PRESENT
             and not extent.holds
             and not extent.reading
+            and not self.pins.keeps_file(extent)
             and not any(branch.kids for branch in extent.branch_points.values())
         )
 

@@ -67,6 +67,7 @@ class Members:
     doubtful: list[Extent] = field(default_factory=list)
     """Of a prefix: extents on their way out, or with a part that is, which may hold blocks of it that nobody knows by
     their keys any more."""
+    named: bytes = b""  # of a prefix: the block that it was named by
 
 
 def find_members(ledger: Ledger, what: What, extents: Iterable[Extent]) -> Members | NotOne:
@@ -127,7 +128,7 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     if len(found) > 1 or (not found and len(digits) < 2 * KEY_BYTES):
         return NotOne(len(found))
     if not found:
-        return Members(PurgeScope(), doubtful=_doubtful(extents, []))
+        return Members(PurgeScope(), True, doubtful=_doubtful(extents, []), named=bytes.fromhex(digits))
     ((key, named),) = found.items()
     group = ledger.groups[named]
     members = _below(ledger, named, key, extents)
@@ -136,7 +137,7 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     on_disk = (ScopeExtents(weights, named, b"".join(heads)),) if weights else ()
     scope = PurgeScope(extents=on_disk)
     doubtful = _doubtful([extent for extent in extents if extent.group == named], members.extents)
-    return replace(members, scope=scope, groups=[group], is_prefix=True, doubtful=doubtful)
+    return replace(members, scope=scope, groups=[group], is_prefix=True, doubtful=doubtful, named=key)
 
 
 def _doubtful(extents: list[Extent], members: list[Extent]) -> list[Extent]:
@@ -149,16 +150,17 @@ def _keys_that_begin(ledger: Ledger, digits: str, extents: list[Extent]) -> Iter
     whole = bytes.fromhex(digits[: len(digits) // 2 * 2])
     for extent in extents:
         for packed in (extent.keys, extent.key, extent.parent if extent.parent != extent.group else b""):
-            yield from ((extent.group, key) for key in _matching(packed, whole, digits))
+            yield from ((extent.group, key) for key in matching_keys(packed, whole, digits))
     for block in ledger.staged.values():
-        yield from ((block.group, key) for key in _matching(block.key, whole, digits))
+        yield from ((block.group, key) for key in matching_keys(block.key, whole, digits))
         if block.parent != block.group:
-            yield from ((block.group, key) for key in _matching(block.parent, whole, digits))
+            yield from ((block.group, key) for key in matching_keys(block.parent, whole, digits))
     for ticket in ledger.tickets.values():
-        yield from ((ticket.group, key) for key in _matching(ticket.keys, whole, digits))
+        yield from ((ticket.group, key) for key in matching_keys(ticket.keys, whole, digits))
 
 
-def _matching(packed: bytes, whole: bytes, digits: str) -> Iterator[bytes]:
+def matching_keys(packed: bytes, whole: bytes, digits: str) -> Iterator[bytes]:
+    """Those of the packed keys that begin with these hexadecimal digits; `whole` are the bytes that the digits fill."""
     at = packed.find(whole)
     while at >= 0:
         if at % KEY_BYTES == 0 and packed[at : at + KEY_BYTES].hex().startswith(digits):
@@ -179,7 +181,7 @@ def _below(ledger: Ledger, group: bytes, key: bytes, extents: list[Extent]) -> M
         for one in chain:
             on_chain.setdefault(one, []).append(grant)
 
-    holder = next((extent for extent in inside if any(_matching(extent.keys, key, key.hex()))), None)
+    holder = next((extent for extent in inside if any(matching_keys(extent.keys, key, key.hex()))), None)
     todo = [key] if holder is None else split_keys(holder.keys)
     seen = set(todo)
     step = ledger.groups[group].block_tokens

@@ -10,6 +10,7 @@ since. On a node without an NVMe tier there is nothing to sweep.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -105,6 +106,8 @@ class Purges:
         self._unswept: dict[bytes, _Job] = {}  # of those, what is still to be removed from disk
         self._resumed: set[bytes] = set()  # of those, what hid files from recovery
         self._hidden_bytes = 0  # of these files
+        self.on_remove: Callable[[Members, PurgeScope, float], None] = lambda members, scope, now: None
+        """Told of what is about to leave the tree."""
         cascade.held_back = lambda extent: self.covers(ledger.group_of(extent))
 
     # ---- from the asking on
@@ -178,6 +181,7 @@ class Purges:
 
     def _remove(self, job: _Job, members: Members, now: float) -> None:
         cascade, ledger = self._cascade, self._ledger
+        self.on_remove(members, job.scope, now)
         if ledger.has_nvme:
             self._unswept[job.purge] = job
         for ticket in members.tickets:

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     PURGED = "purged"  # an operator had it removed
     STALE = "stale"  # staged too long without its predecessor or its other ranks
     BUDGET = "budget"  # of a warm-up
+    PINNED_SHARE = "pinned_share"  # pins hold as much of the tier as they may
     # the node
     NOT_READY = "not_ready"
     SHUTDOWN = "shutdown"

@@ -74,7 +74,12 @@ class RecoveredRows:
                 self._cascade.discard(extent)
         ledger.tree.end_bulk()
         for extent in self._extents.values():
-            if extent.in_tree and not extent.branch_points:  # nothing of it is in host memory or held
+            if not extent.in_tree:
+                continue
+            if ledger.pins.concerns(extent):
+                ledger.settle_pins(extent)
+                ledger.reconsider(extent)
+            elif not extent.branch_points:  # nothing of it is in host memory or held
                 ledger.nvme_order.offer(extent, extent.last_used)
         self._extents.clear()
 

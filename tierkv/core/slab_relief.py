@@ -105,7 +105,8 @@ def _first_inside(ledger: Ledger, extent: Extent, base: int) -> int:
 
 def _may_be_cut(ledger: Ledger, extent: Extent, remaining: int, older_than: Rank | None) -> bool:
     is_old = older_than is None or ledger.rank_of(extent, remaining) < older_than
-    return is_old and not extent.reading and extent.held_blocks <= remaining and ledger.may_leave_host(extent)
+    stays = max(extent.held_blocks, ledger.pins.host_blocks(extent))
+    return is_old and not extent.reading and stays <= remaining and ledger.may_leave_host(extent)
 
 
 def _kids_behind(extent: Extent, remaining: int) -> Iterator[Extent]:

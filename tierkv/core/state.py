@@ -36,6 +36,9 @@ from tierkv.core.instructions import (
     FileLost,
     GroupFound,
     OpFailed,
+    PinForgotten,
+    PinFound,
+    PinRecorded,
     PurgeRecorded,
     PurgeResumed,
     PurgeSwept,
@@ -53,6 +56,7 @@ from tierkv.core.instructions import (
 from tierkv.core.keys import NO_EXTRAS
 from tierkv.core.leases import Leases
 from tierkv.core.ledger import Effect, Ledger, Limits, SessionState, open_namespace
+from tierkv.core.pins import PinnedTier, PinRefused, Pins, PinState
 from tierkv.core.purge_scope import NotOne, What
 from tierkv.core.purges import Purges, PurgeState
 from tierkv.core.reasons import Reason
@@ -82,6 +86,8 @@ class CacheState:
         self._seals = Seals(self._ledger, self._cascade)
         self._wiping = Wiping(self._ledger)
         self._purges = Purges(self._ledger, self._cascade, self._leases, self._tickets)
+        self._pins = Pins(self._ledger, self._cascade)
+        self._purges.on_remove = self._pins.purged
         self._warmups: dict[bytes, warmup.WarmupJob] = {}
         self._touch_due = 0.0
 
@@ -123,6 +129,10 @@ class CacheState:
         """What people call the model; empty for a group that isn't known any more."""
         known = self._ledger.groups.get(group)
         return known.spec.model_name if known is not None else ""
+
+    def group_spec(self, group: bytes) -> GroupSpec | None:
+        known = self._ledger.groups.get(group)
+        return None if known is None else known.spec
 
     def end_session(self, session: bytes, now: float) -> list[Effect]:
         """The process has ended, proven: nothing of it touches a slot any more. Ends the grants it held."""
@@ -309,6 +319,13 @@ class CacheState:
                 self._purges.swept(report, now)
             case PurgeResumed():
                 self._purges.resumed(report, now)
+                self._pins.resumed(report.scope, now)
+            case PinFound():
+                self._pins.found(report.record, now)
+            case PinRecorded():
+                self._pins.recorded(report, now)
+            case PinForgotten():
+                self._pins.forgotten(report, now)
             case Zeroed():
                 self._wiping.zeroed(report)
             case Recovered():
@@ -335,6 +352,7 @@ class CacheState:
             self._recovery.begin_again()
         self._purges.worker_started()
         self._cascade.worker_started(now)
+        self._pins.worker_started()
         self._wiping.worker_started()
         return self._effects_after(now)
 
@@ -357,6 +375,7 @@ class CacheState:
     def nvme_limit(self, num_bytes: int, now: float) -> list[Effect]:
         """How much NVMe may hold in all: other data on its file system takes from that, and gives it back."""
         self._ledger.limits = replace(self._ledger.limits, nvme_bytes=num_bytes)
+        self._pins.caps_changed()
         self._cascade.shrink(now)
         self._cascade.pump(now)
         return self._effects_after(now)
@@ -389,6 +408,40 @@ class CacheState:
 
     def purge_progress(self, purge: bytes) -> PurgeState | None:
         return self._purges.progress(purge)
+
+    def pin(
+        self, *, pin: bytes, group: bytes, keys: bytes, owner: str, tier: str, seconds: float, now: float
+    ) -> tuple[PinState | PinRefused, list[Effect]]:
+        """Have the prefix with these keys stay on `tier` ("host" or "nvme"; host keeps the files too) for so many
+        seconds, 0 for without an end. What is not cached yet stays from when it is. Idempotent by `pin`."""
+        answer = self._pins.pin(pin=pin, group=group, keys=keys, owner=owner, tier=tier, seconds=seconds, now=now)
+        return answer, self._effects_after(now)
+
+    def pin_block(
+        self, *, pin: bytes, digits: str, owner: str, tier: str, seconds: float, now: float
+    ) -> tuple[PinState | PinRefused, list[Effect]]:
+        """As `pin`, of the prefix that ends with the cached block whose key begins with these hexadecimal digits."""
+        answer = self._pins.pin_block(pin=pin, digits=digits, owner=owner, tier=tier, seconds=seconds, now=now)
+        return answer, self._effects_after(now)
+
+    def unpin(self, pin: bytes, now: float) -> tuple[PinState | None, list[Effect]]:
+        """It holds nothing from now on. Its state says whether its record is still on disk; None: no such pin."""
+        answer = self._pins.unpin(pin)
+        return answer, self._effects_after(now)
+
+    def pins_ending_with(self, digits: str) -> list[bytes]:
+        """The pins whose prefix ends with a block whose key begins with these hexadecimal digits."""
+        return self._pins.ending_with(digits)
+
+    def pins(self) -> list[PinState]:
+        return self._pins.states()
+
+    def pinned_tiers(self) -> list[PinnedTier]:
+        return self._pins.tiers()
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
 
     def begin_shutdown(self, now: float) -> list[Effect]:
         """Nothing new is granted; what grows is sealed, parents first, and goes to NVMe, and so does last use."""
@@ -461,7 +514,7 @@ class CacheState:
 
     def check(self) -> None:
         """Every promise about ownership and sums. Raises BrokenInvariant."""
-        audit.check(self._ledger, self._cascade, self._wiping)
+        audit.check(self._ledger, self._cascade, self._wiping, self._pins)
 
     # ---- time
 
@@ -471,6 +524,7 @@ class CacheState:
         self._leases.settle_due(now)
         self._seals.seal_idle(now)
         self._tickets.drop_stale(now)
+        self._pins.tick(now)
         if self._touch_due <= now:
             self._flush_touched(now)
         self._cascade.shrink(now)
@@ -488,7 +542,8 @@ class CacheState:
             times.append(self._touch_due)
         if self._cascade.is_behind:
             times.append(0.0)
-        times += [due for due in (self._cascade.next_retry(), self._purges.next_retry()) if due is not None]
+        due = (self._cascade.next_retry(), self._purges.next_retry(), self._pins.next_wakeup())
+        times += [time for time in due if time is not None]
         return min(times, default=None)
 
     # ---- what is due after an event
@@ -528,6 +583,7 @@ class CacheState:
             if not job.finished:
                 may_read = not self._leases.num_waiting
                 warmup.advance(job, self._ledger, cascade, now, may_read=may_read, failed=failed)
+        self._pins.promote(now, may_read=not self._leases.num_waiting)
         self._wiping.ask()
         self._purges.settle(now)
         return self._effects()

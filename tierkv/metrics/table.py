@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import TierBytes
 from tierkv.metrics.snapshot import Latency, Snapshot
 
@@ -40,6 +41,10 @@ def _by_pair(read: Callable[[Snapshot], Mapping[tuple[str, str], int]]) -> Calla
 
 def _by_tier(read: Callable[[TierBytes], int]) -> Callable[[Snapshot], Values]:
     return lambda snapshot: {(tier.tier,): read(tier) for tier in snapshot.tiers}
+
+
+def _by_pinned(read: Callable[[PinnedTier], int]) -> Callable[[Snapshot], Values]:
+    return lambda snapshot: {(tier.tier,): read(tier) for tier in snapshot.pinned}
 
 
 def _missed(snapshot: Snapshot) -> float:
@@ -188,6 +193,16 @@ METRICS: tuple[Declared, ...] = (
     Declared(
         "wiped_bytes_total", "counter", "bytes", (), "Host memory zeroed because of them.",
         _one(lambda s: s.core.wiped_bytes),
+    ),
+    # ---- pins
+    Declared("pins", "gauge", "", (), "Prefixes that are pinned.", _one(lambda s: s.pins)),
+    Declared(
+        "pinned_bytes", "gauge", "bytes", ("tier",), "What stays in the tier because of them.",
+        _by_pinned(lambda t: t.held_bytes),
+    ),
+    Declared(
+        "pinned_cap_bytes", "gauge", "bytes", ("tier",), "What they may keep of it at most (pinned_share).",
+        _by_pinned(lambda t: t.cap_bytes),
     ),
     # ---- tiers
     Declared(

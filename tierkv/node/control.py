@@ -53,6 +53,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_host: str
     log_level: str
     has_gateway: bool = False
+    pinned_share: float = 0.1
 
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):

@@ -106,6 +106,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
         page_bytes=PAGE_BYTES,
         touch_seconds=settings.touch_seconds,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
+        pinned_share=settings.pinned_share,
     )
 
 

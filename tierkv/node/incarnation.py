@@ -180,4 +180,5 @@ def front_settings(settings: Settings) -> FrontSettings:
         metrics_host=settings.metrics_host,
         log_level=settings.log_level,
         has_gateway=bool(settings.inline_users),
+        pinned_share=settings.pinned_share,
     )

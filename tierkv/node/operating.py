@@ -1,4 +1,4 @@
-"""Requests of operators: Status, Usage, Warmup, Verify, Purge, Explain, Top."""
+"""Requests of operators: Status, Usage, Warmup, Verify, Purge, Explain, Top, Pin, Unpin, Pins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tierkv.core.warmup import WarmupScope
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.explaining import Explaining
 from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
+from tierkv.node.pinning import Pinning
 from tierkv.node.purging import Purging
 from tierkv.node.replies import no_warmup, warmup_reply
 from tierkv.node.waiting import Asker
@@ -40,7 +41,12 @@ class Operating:
             Verify: self._verify,
             Purge: Purging(core, is_read_only=is_read_only).ask,
             **Explaining(core).handlers,
+            **Pinning(core, is_read_only=is_read_only, unreadable=self._unreadable_pins).handlers,
         }
+
+    def _unreadable_pins(self) -> int:
+        found = self._core.mover.worker.found
+        return 0 if found is None else found.unreadable_pins
 
     def on_progress(self, report: ScrubProgress) -> None:
         self._verifications.report(report)

@@ -117,6 +117,8 @@ class Survey:
             recovery_seconds=worker.recovered.seconds if worker.recovered else 0.0,
             core=copy_counters(state.counts),
             tiers=tuple(state.tiers()),
+            pinned=tuple(state.pinned_tiers()),
+            pins=state.num_pins,
             index_bytes=health.index_bytes if health else 0,
             quarantined_bytes=health.quarantined_bytes if health else 0,
             quarantined_files=health.quarantined_files if health else 0,

@@ -1,6 +1,6 @@
 """What a data directory takes on its disk, as the file system counts it: the same sums as `du`, by what the files are.
 
-extents      .kv files under names of ours          descriptions   model.json, identity.json, FORMAT, LOCK
+extents      .kv files under names of ours          descriptions   model.json, identity.json, FORMAT, LOCK, records
 index        LMDB                                   digests        of weight files
 quarantine   damaged files set aside                folders        the directories themselves
 temporary    being written, or left by a dead writer
@@ -14,7 +14,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierkv.storage.names import DIGESTS, INDEX, MODELS, QUARANTINE, TEMP, ExtentName, Parts
+from tierkv.storage.names import DIGESTS, INDEX, MODELS, PINS, PURGES, QUARANTINE, TEMP, ExtentName, Parts
 from tierkv.storage.namespace import IDENTITY_FILE, MODEL_FILE
 from tierkv.storage.stamp import FORMAT, LOCK
 
@@ -22,7 +22,9 @@ KINDS = ("extents", "index", "quarantine", "temporary", "digests", "descriptions
 
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own
 
-_OF_A_FOLDER = {INDEX: "index", QUARANTINE: "quarantine", TEMP: "temporary", DIGESTS: "digests"}
+_OF_A_FOLDER = {INDEX: "index", QUARANTINE: "quarantine", TEMP: "temporary", DIGESTS: "digests"} | dict.fromkeys(
+    (PURGES, PINS), "descriptions"
+)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from tierkv.core.identity import GROUP_KEY_BYTES
 from tierkv.core.keys import KEY_BYTES
 
 MODELS, TEMP, QUARANTINE, INDEX, DIGESTS = "models", "tmp", "quarantine", "index", "digests"
-PURGES = "purges"
+PURGES, PINS = "purges", "pins"
 EXTENT_SUFFIX = ".kv"
 MAX_RANK = 65_535
 

@@ -1,6 +1,6 @@
 """The start: what is on disk, told to the core as rows, with as few headers read as the index allows.
 
-    clear tmp/ -> remove what is recorded as being purged
+    clear tmp/ -> tell the pins -> remove what is recorded as being purged
     -> for each group whose identity.json is right: for each folder of its extents:
         a row whose stamp is the file's                 sent as it is
         a file without one                              its header is read, by several processes where there are many
@@ -31,6 +31,7 @@ import msgspec
 from tierkv.core.instructions import (
     ExtentRow,
     GroupFound,
+    PinFound,
     PurgeResumed,
     PurgeScope,
     Recovered,
@@ -50,6 +51,7 @@ from tierkv.storage.header_reader import Finding, HeaderJob, Outcome, Unusable, 
 from tierkv.storage.index_row import IndexedFile, Namespace
 from tierkv.storage.names import PURGES, Parts
 from tierkv.storage.namespace import read_identity
+from tierkv.storage.pin_record import read_pins
 from tierkv.storage.purge_record import read_records, remove_record
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.sweep import covers, hidden_heads, sweep
@@ -121,6 +123,7 @@ class _Counts:
     temp_removed: int = 0
     temp_bytes: int = 0
     hidden_bytes: int = 0
+    unreadable_pins: int = 0
 
     def report(self, seconds: float, *, index_rebuilt: bool) -> Recovered:
         return Recovered(
@@ -135,6 +138,7 @@ class _Counts:
             temp_removed=self.temp_removed,
             temp_bytes=self.temp_bytes,
             hidden_bytes=self.hidden_bytes,
+            unreadable_pins=self.unreadable_pins,
             index_rebuilt=index_rebuilt,
         )
 
@@ -182,6 +186,7 @@ class _Recovery:
     def run(self) -> Recovered:
         started = self._clock()
         _clear_temp(self._directory, self._counts, self._strays)
+        self._tell_pins()
         self._finish_purges()
         count_foreign_in_root(self._directory, self._strays)
         indexed = self._catalog.count()
@@ -199,6 +204,12 @@ class _Recovery:
         self._commit()
         self._log_strays()
         return self._counts.report(self._clock() - started, index_rebuilt=self._catalog.is_rebuilt)
+
+    def _tell_pins(self) -> None:
+        """Before any row: what is pinned is not to be evicted by this start."""
+        records, self._counts.unreadable_pins = read_pins(self._directory)
+        for record in records:
+            self._emit(PinFound(record))
 
     # ---------------------------------------------------------------- purges under way
 

@@ -725,6 +725,111 @@ class Top(Request, frozen=True, kw_only=True, tag=True):
     most: Annotated[int, Meta(ge=0, le=1_000)] = 20
 
 
+# ---- pins
+
+
+class PinTier(StrEnum):
+    HOST = "host"  # and its files
+    NVME = "nvme"
+
+
+class PinRow(msgspec.Struct, frozen=True):
+    """A pin, and how it is doing. `key` is that of the last of its `blocks`. `phase`: holds (all of it is cached, and
+    stays), partly (what is cached of it stays), waiting (nothing of it is cached), short (some of what is cached does
+    not stay, for pins hold as much of a tier as they may), purged (some of it was: it holds nothing any more).
+
+    Cached and in host memory: so many blocks from token 0. Bytes are those of all ranks, `nvme_bytes` of the files that
+    its blocks lie in. `until` 0: without an end. `recorded`: it is on disk; while it is neither that nor has a `reason`
+    it is being written. `salt` is the first 8 hex digits of the salt's digest."""
+
+    pin: bytes
+    owner: str
+    fingerprint: str
+    group: bytes
+    model_name: str
+    salt: str
+    key: bytes
+    blocks: int
+    tokens: int
+    tier: str
+    phase: str
+    cached_blocks: int
+    host_blocks: int
+    host_bytes: int
+    nvme_bytes: int
+    booked_bytes: int
+    made: float
+    until: float
+    recorded: bool
+    reason: str
+
+
+class PinnedTier(msgspec.Struct, frozen=True):
+    """What pins may hold of a tier, what they hold, and what they would, were all that they want cached."""
+
+    tier: str
+    cap_bytes: int
+    held_bytes: int
+    booked_bytes: int
+
+
+class PinReply(Reply, frozen=True, kw_only=True, tag=True):
+    """It holds. Ask again with the same `pin` until it is `recorded`, or says the `reason` why it is not."""
+
+    row: PinRow
+
+
+class Pin(Request, frozen=True, kw_only=True, tag=True):
+    """Have a prefix stay: the blocks of `keys`, from token 0, in the group `of`; or with `prefix` (a
+    block key in hexadecimal, or its first 16 digits or more) those that are cached from token 0 to that block. On
+    `tier`, for so many `seconds` (0: without an end). What is not cached yet stays from when it is.
+
+    Refused as INVALID, with the field `tier`, when pins would hold more of it than they may."""
+
+    reply: ClassVar[type[Reply]] = PinReply
+
+    pin: GrantId
+    of: Key | None = None
+    keys: Keys = b""
+    prefix: KeyDigits | None = None
+    owner: Text = ""
+    tier: PinTier = PinTier.HOST
+    seconds: Annotated[float, Meta(ge=0, le=1e10)] = 0.0
+
+    def __post_init__(self) -> None:
+        _whole("keys", self.keys, 32)
+
+
+class UnpinReply(Reply, frozen=True, kw_only=True, tag=True):
+    """What was pinned, and holds nothing any more. Ask again by `pin` as long as a row is `recorded` and says no
+    `reason`: its record is being removed. No row: there is no such pin."""
+
+    rows: tuple[PinRow, ...]
+
+
+class Unpin(Request, frozen=True, kw_only=True, tag=True):
+    """End one pin, or all whose prefix ends with the block that `prefix` names."""
+
+    reply: ClassVar[type[Reply]] = UnpinReply
+
+    pin: GrantId | None = None
+    prefix: KeyDigits | None = None
+
+
+class PinsReply(Reply, frozen=True, kw_only=True, tag=True):
+    """The oldest first. `unreadable` records lie in the data directory that no pin could be read from."""
+
+    rows: tuple[PinRow, ...]
+    tiers: tuple[PinnedTier, ...]
+    unreadable: Count = 0
+
+
+class Pins(Request, frozen=True, kw_only=True, tag=True):
+    """Every pin, and what they hold of each tier."""
+
+    reply: ClassVar[type[Reply]] = PinsReply
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -745,6 +850,9 @@ AnyRequest = (
     | Purge
     | Explain
     | Top
+    | Pin
+    | Unpin
+    | Pins
 )
 AnyReply = (
     Error
@@ -765,4 +873,7 @@ AnyReply = (
     | PurgeReply
     | ExplainReply
     | TopReply
+    | PinReply
+    | UnpinReply
+    | PinsReply
 )

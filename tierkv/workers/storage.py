@@ -28,10 +28,12 @@ from functools import partial
 from tierkv.core.instructions import (
     AnyInstruction,
     CancelScrub,
+    ForgetPin,
     OpenNamespace,
     OpFailed,
     Read,
     ReadDone,
+    RecordPin,
     RecordPurge,
     Remove,
     Report,
@@ -61,6 +63,7 @@ from tierkv.workers.index_writer import IndexWriter
 from tierkv.workers.key_queue import KeyQueue, Operation, Urgency
 from tierkv.workers.lifeline import EXIT_THREAD_DIED, OnDeath, end_process, end_with_parent, end_with_pipe
 from tierkv.workers.operations import Operations
+from tierkv.workers.pin_keeper import PinKeeper
 from tierkv.workers.pulse import RECEIVER, Pulse
 from tierkv.workers.purger import Purger
 from tierkv.workers.quiet_log import QuietLog
@@ -199,6 +202,7 @@ class StorageWorker:
             on_death=on_death,
         )
         self._stack.callback(self._purger.close, CLOSE_SECONDS)
+        self._pin_keeper = PinKeeper(directory, self._gate, self._report)
         self._reconciler = Reconciler(
             directory, self._catalog, self._operations, self._queue, seconds=config.reconcile_seconds
         )
@@ -304,6 +308,10 @@ class StorageWorker:
                 self._purger.sweep(instruction)
             case Zero():
                 self._zero(instruction)
+            case RecordPin():
+                self._pin_keeper.record(instruction)
+            case ForgetPin():
+                self._pin_keeper.forget(instruction)
             case Stop():
                 pass  # `run` has seen to it
 

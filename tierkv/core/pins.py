@@ -1,0 +1,472 @@
+"""Pins: who wants which prefix to stay, on which tier and until when; written down, so that a restart changes nothing.
+
+    pin      wanted from then on: what is cached stays, and what comes later, as far as the share of the tier goes
+    ends     by unpin, by its time, or by a purge of any of it: then it stays on the list and says so
+
+Pins hold against eviction, in all ranks together, and not against a purge. One for host memory keeps the files on NVMe
+as well, and has what lies there alone brought back to memory, for example after a restart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from tierkv.core.cascade import Cascade
+from tierkv.core.extent import Extent
+from tierkv.core.grants import path_blocks
+from tierkv.core.instructions import ForgetPin, PinForgotten, PinRecord, PinRecorded, PurgeScope, RecordPin
+from tierkv.core.keys import KEY_BYTES, count_keys, split_keys
+from tierkv.core.ledger import Ledger
+from tierkv.core.purge_scope import Members, matching_keys
+from tierkv.core.reasons import Reason
+from tierkv.core.residency import NvmeState
+
+MAX_PINS = 1_000
+RETRY_SECONDS = 10.0
+"""Between two tries to write a record, to remove one, or to bring an extent to memory."""
+
+READ_ONLY_RETRY_SECONDS = 600.0
+"""The same, for records, where nothing can be written."""
+
+_READS_AHEAD = 2  # of what is to be brought to memory: the drive is for those who wait for an answer
+
+
+class PinPhase(StrEnum):
+    HOLDS = "holds"  # all of it is cached, and stays
+    PARTLY = "partly"  # what is cached of it stays
+    WAITING = "waiting"  # nothing of it is cached yet
+    SHORT = "short"  # some of what is cached does not stay: what pins may hold of the tier is full
+    PURGED = "purged"  # some of it was purged: it holds nothing any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinState:
+    """How a pin is doing. The first `cached_blocks` of its blocks can be matched, the first `host_blocks` are in
+    memory. Bytes of all ranks: its blocks' in memory, and of the files that they lie in. `booked_bytes` it is counted
+    with. `recorded`: it is on disk; `reason`: why it is not."""
+
+    record: PinRecord
+    phase: PinPhase
+    cached_blocks: int
+    host_blocks: int
+    host_bytes: int
+    nvme_bytes: int
+    booked_bytes: int
+    recorded: bool
+    reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class PinRefused:
+    """Why there is no pin. PINNED_SHARE: it wants `wanted_bytes` of `tier` that no other pin does, of which pins may
+    have `cap_bytes` in all; they are booked with `booked_bytes`, by owner as `owners` say. NOT_FOUND: the group is not
+    known, or `found` blocks have such a key, or the one that has lies behind a hole. KEY_MISMATCH: they are no keys of
+    a prompt. NO_ROOM: there are MAX_PINS already. Else there is no such tier for this group."""
+
+    reason: Reason
+    tier: str = ""
+    wanted_bytes: int = 0
+    cap_bytes: int = 0
+    booked_bytes: int = 0
+    owners: tuple[tuple[str, int], ...] = ()
+    found: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedTier:
+    """What pins may hold of a tier, what they hold, and what they would, were all that they want cached."""
+
+    tier: str
+    cap_bytes: int
+    held_bytes: int
+    booked_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    record: PinRecord
+    recorded: bool = False
+    reason: Reason | None = None
+    retry_at: float | None = None
+
+    @property
+    def in_host(self) -> bool:
+        return self.record.tier == "host"
+
+    @property
+    def booked_bytes(self) -> int:
+        return 0 if self.record.purged else self.record.blocks * self.record.block_bytes
+
+
+class Pins:
+    def __init__(self, ledger: Ledger, cascade: Cascade) -> None:
+        self._ledger = ledger
+        self._cascade = cascade
+        self._pinned = ledger.pins
+        self._jobs: dict[bytes, _Job] = {}  # the oldest first
+        self._over: dict[bytes, _Job] = {}  # with a record that is still to be removed
+        self._booked: Counter[str] = Counter()  # bytes by tier, each block once
+        self._promoting: dict[Extent, float] = {}  # -> when its reads were asked for last
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    # ---- from the asking to the end
+
+    def pin(
+        self, *, pin: bytes, group: bytes, keys: bytes, owner: str, tier: str, seconds: float, now: float
+    ) -> PinState | PinRefused:
+        """Have the prefix stay, for so many seconds (0: without an end). Asking again by its id changes nothing."""
+        known = self._jobs.get(pin)
+        if known is not None:
+            return self._state(known)
+        ledger = self._ledger
+        shape = ledger.groups.get(group)
+        if shape is None or not keys:
+            return PinRefused(Reason.NOT_FOUND)
+        if len(self._jobs) >= MAX_PINS:
+            return PinRefused(Reason.NO_ROOM)
+        if len(frozenset(split_keys(keys))) < count_keys(keys):  # no chain of digests repeats itself
+            return PinRefused(Reason.KEY_MISMATCH)
+        if tier != "host" and not (ledger.has_nvme and shape.persistent):
+            return PinRefused(Reason.NOT_PERSISTENT if ledger.has_nvme else Reason.NVME_OFF, tier)
+        record = PinRecord(
+            pin=pin,
+            fingerprint=shape.spec.identity.weights,
+            group=group,
+            keys=keys,
+            blocks=count_keys(keys),
+            block_tokens=shape.block_tokens,
+            block_bytes=shape.ranks * shape.slot_bytes,
+            owner=owner,
+            tier=tier,
+            made=now,
+            until=now + seconds if seconds else 0.0,
+        )
+        refused = self._why_refused(record)
+        if refused is not None:
+            return refused
+        job = _Job(record)
+        self._begin(job)
+        self._write_down(job)
+        return self._state(job)
+
+    def pin_block(
+        self, *, pin: bytes, digits: str, owner: str, tier: str, seconds: float, now: float
+    ) -> PinState | PinRefused:
+        """The prefix that ends with the cached block whose key begins with these hexadecimal digits."""
+        known = self._jobs.get(pin)
+        if known is not None:
+            return self._state(known)
+        found = self._ends_with(digits)
+        chain = self._chain(*found[0]) if len(found) == 1 else b""
+        if not chain:
+            return PinRefused(Reason.NOT_FOUND, found=len(found))
+        group = found[0][0].group
+        return self.pin(pin=pin, group=group, keys=chain, owner=owner, tier=tier, seconds=seconds, now=now)
+
+    def unpin(self, pin: bytes) -> PinState | None:
+        """It holds nothing from now on. `recorded` says whether its record is still on disk."""
+        job = self._jobs.get(pin)
+        if job is not None:
+            self._end(job)
+        job = job or self._over.get(pin)
+        return None if job is None else self._state(job)
+
+    def ending_with(self, digits: str) -> list[bytes]:
+        """The pins whose prefix ends with a block whose key begins so."""
+        return [pin for pin, job in self._jobs.items() if job.record.keys[-KEY_BYTES:].hex().startswith(digits)]
+
+    def states(self) -> list[PinState]:
+        return [self._state(job) for job in self._jobs.values()]
+
+    def tiers(self) -> list[PinnedTier]:
+        pinned = self._pinned
+        tiers = [("host", pinned.host_cap, pinned.host_bytes)]
+        if self._ledger.has_nvme:
+            tiers.append(("nvme", pinned.nvme_cap, pinned.nvme_bytes))
+        return [
+            PinnedTier(tier=tier, cap_bytes=cap, held_bytes=held, booked_bytes=self._booked[tier])
+            for tier, cap, held in tiers
+        ]
+
+    def _why_refused(self, record: PinRecord) -> PinRefused | None:
+        in_host = record.tier == "host"
+        caps = {"nvme": self._pinned.nvme_cap} if self._ledger.has_nvme else {}
+        for tier, cap in (caps | {"host": self._pinned.host_cap} if in_host else caps).items():
+            new = self._pinned.new_blocks(record.keys, in_host=tier == "host") * record.block_bytes
+            if self._booked[tier] + new > cap:
+                owners: Counter[str] = Counter()
+                for job in self._jobs.values():
+                    owners[job.record.owner] += job.booked_bytes if tier == "nvme" or job.in_host else 0
+                return PinRefused(
+                    Reason.PINNED_SHARE,
+                    tier,
+                    wanted_bytes=new,
+                    cap_bytes=cap,
+                    booked_bytes=self._booked[tier],
+                    owners=tuple((owner, size) for owner, size in owners.most_common() if size),
+                )
+        return None
+
+    def _begin(self, job: _Job) -> None:
+        record = job.record
+        self._jobs[record.pin] = job
+        if record.purged:
+            return
+        self._book(job, +1)
+        self._pinned.want(record.keys, in_host=job.in_host)
+        self._settle_along(record.keys)
+
+    def _let_go(self, job: _Job) -> None:
+        record = job.record
+        if record.purged:
+            return
+        self._pinned.want_no_more(record.keys, in_host=job.in_host)
+        self._book(job, -1)
+        self._settle_along(record.keys)
+        self._settle_short()
+
+    def _book(self, job: _Job, sign: int) -> None:
+        """The blocks that no other pin wants: before they are wanted, and when they are no more."""
+        record = job.record
+        self._booked["nvme"] += sign * self._pinned.new_blocks(record.keys, in_host=False) * record.block_bytes
+        if job.in_host:
+            self._booked["host"] += sign * self._pinned.new_blocks(record.keys, in_host=True) * record.block_bytes
+
+    def _end(self, job: _Job) -> None:
+        pin = job.record.pin
+        del self._jobs[pin]
+        self._let_go(job)
+        if self._ledger.has_nvme:
+            self._over[pin] = job
+            job.recorded, job.reason, job.retry_at = True, None, None
+            self._tell(ForgetPin(pin))
+
+    def _settle_along(self, keys: bytes) -> None:
+        heads = self._ledger.tree.heads
+        for key in split_keys(keys):
+            extent = heads.get(key)
+            if extent is not None:
+                self._settle(extent)
+
+    def _settle_short(self) -> None:
+        """There is more room in the share than there was."""
+        for extent in list(self._pinned.short):
+            self._settle(extent)
+
+    def _settle(self, extent: Extent) -> None:
+        self._ledger.settle_pins(extent)
+        self._ledger.reconsider(extent)
+
+    # ---- which prefix
+
+    def _ends_with(self, digits: str) -> list[tuple[Extent, int]]:
+        whole = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        return [
+            (extent, extent.keys.index(key) // KEY_BYTES)
+            for extent in self._ledger.tree
+            for key in matching_keys(extent.keys, whole, digits)
+        ]
+
+    def _chain(self, extent: Extent, index: int) -> bytes:
+        """The packed keys from token 0 to that block. Empty: something before it is not cached."""
+        chain = extent.keys[: (index + 1) * KEY_BYTES]
+        while extent.parent != extent.group:
+            branch = extent.above
+            if branch is None or branch.owner is None:
+                return b""
+            extent, chain = branch.owner, branch.owner.keys[: (branch.index + 1) * KEY_BYTES] + chain
+        return chain
+
+    # ---- how it is doing
+
+    def _state(self, job: _Job) -> PinState:
+        record = job.record
+        cached = in_host = host_bytes = nvme_bytes = 0
+        phase = PinPhase.PURGED
+        group = self._ledger.groups.get(record.group)
+        if not record.purged:
+            path = self._ledger.tree.walk(record.group, record.keys)
+            cached = path_blocks(path)
+            is_short = False
+            for segment in path:
+                extent = segment.extent
+                here = min(segment.blocks, extent.host_blocks)
+                in_host += here if in_host == segment.start else 0
+                if group is not None:
+                    host_bytes += sum(min(segment.blocks, len(slots)) for slots in extent.slots) * group.slot_bytes
+                nvme_bytes += extent.nvme_bytes if extent.nvme is NvmeState.PRESENT else 0
+                is_short = is_short or extent in self._pinned.short
+            phase = PinPhase.SHORT if is_short else PinPhase.HOLDS if cached == record.blocks else PinPhase.PARTLY
+            phase = phase if cached else PinPhase.WAITING
+        return PinState(
+            record=record,
+            phase=phase,
+            cached_blocks=cached,
+            host_blocks=in_host,
+            host_bytes=host_bytes,
+            nvme_bytes=nvme_bytes,
+            booked_bytes=job.booked_bytes,
+            recorded=job.recorded,
+            reason=job.reason,
+        )
+
+    # ---- records on disk
+
+    def _write_down(self, job: _Job) -> None:
+        job.recorded, job.retry_at = False, None
+        job.reason = None if self._ledger.has_nvme else Reason.NVME_OFF
+        if self._ledger.has_nvme:
+            self._tell(RecordPin(job.record))
+
+    def _tell(self, instruction: RecordPin | ForgetPin) -> None:
+        """A worker that is not there yet is told when it starts."""
+        if self._cascade.is_worker_up:
+            self._ledger.effects.append(instruction)
+
+    def recorded(self, report: PinRecorded, now: float) -> None:
+        job = self._jobs.get(report.pin)
+        if job is not None:
+            job.recorded, job.reason = report.reason is None, report.reason
+            job.retry_at = _next_try(report.reason, now)
+
+    def forgotten(self, report: PinForgotten, now: float) -> None:
+        job = self._over.get(report.pin)
+        if job is None:
+            return
+        job.reason = report.reason
+        if report.reason is None:
+            del self._over[report.pin]
+            job.recorded = False
+        else:
+            job.retry_at = _next_try(report.reason, now)
+
+    def found(self, record: PinRecord, now: float) -> None:
+        """On disk, at a start. What it wants is not there yet. A worker that begins anew tells it again."""
+        if record.pin in self._jobs or record.pin in self._over:
+            return
+        job = _Job(record, recorded=True)
+        self._begin(job)
+        if record.until and record.until <= now:
+            self._end(job)
+
+    def worker_started(self) -> None:
+        for job in self._jobs.values():
+            if not job.recorded:
+                self._write_down(job)
+        for pin in self._over:
+            self._tell(ForgetPin(pin))
+
+    # ---- purges
+
+    def purged(self, members: Members, scope: PurgeScope, now: float) -> None:
+        """Before anything is taken out of the tree."""
+        if not self._jobs:
+            return
+        groups = frozenset() if members.is_prefix else frozenset(group.spec.group for group in members.groups)
+        staged = {block.key for block in members.staged}
+        self._void(scope, groups, {extent.key for extent in members.extents} | staged | {members.named}, now)
+
+    def resumed(self, scope: PurgeScope, now: float) -> None:
+        """A purge that an earlier front did not see through; it may not have come to the pins."""
+        self._void(scope, frozenset(), set(), now)
+
+    def _void(self, scope: PurgeScope, groups: frozenset[bytes], blocks: set[bytes], now: float) -> None:
+        """Those that want any of it want nothing any more."""
+        groups |= {named.group for named in scope.groups}
+        blocks = blocks | {head for named in scope.extents for head in split_keys(named.heads)}
+        for job in list(self._jobs.values()):
+            record = job.record
+            is_meant = record.group in groups or (record.fingerprint and record.fingerprint in scope.models)
+            if not record.purged and (is_meant or not blocks.isdisjoint(split_keys(record.keys))):
+                self._let_go(job)
+                job.record = msgspec.structs.replace(record, keys=record.keys[-KEY_BYTES:], purged=now)
+                self._write_down(job)
+
+    # ---- time, and room
+
+    def caps_changed(self) -> None:
+        """The tiers have another size. Where pins hold more than they may now, the newest give way."""
+        pinned = self._pinned
+        pinned.host_cap, pinned.nvme_cap = self._ledger.limits.pin_caps()
+        if pinned.host_bytes <= pinned.host_cap and pinned.nvme_bytes <= pinned.nvme_cap:
+            self._settle_short()
+            return
+        before = list(pinned.stays)
+        for extent in before:
+            pinned.leave(extent)
+        for job in self._jobs.values():
+            self._settle_along(b"" if job.record.purged else job.record.keys)
+        for extent in before:
+            self._ledger.reconsider(extent)
+
+    def tick(self, now: float) -> None:
+        for job in [job for job in self._jobs.values() if 0.0 < job.record.until <= now]:
+            self._end(job)
+        for job in self._jobs.values():
+            if job.retry_at is not None and job.retry_at <= now:
+                self._write_down(job)
+        for pin, job in self._over.items():
+            if job.retry_at is not None and job.retry_at <= now:
+                job.retry_at = None
+                self._tell(ForgetPin(pin))
+
+    def next_wakeup(self) -> float | None:
+        times = [job.record.until for job in self._jobs.values() if job.record.until]
+        if self._cascade.is_worker_up:
+            jobs = [*self._jobs.values(), *self._over.values()]
+            times += [job.retry_at for job in jobs if job.retry_at is not None]
+        if self._may_promote:
+            times += [asked + RETRY_SECONDS for asked in self._promoting.values()]
+        return min(times, default=None)
+
+    @property
+    def _may_promote(self) -> bool:
+        cascade = self._cascade
+        return bool(self._pinned.to_promote) and cascade.is_open and cascade.is_worker_up and cascade.is_readable
+
+    def promote(self, now: float, *, may_read: bool) -> None:
+        """Have what is wanted in host memory and is not there read from NVMe, a few extents at a time. Not while a
+        request waits for the drive (`may_read` false): what it asks for next comes with the event that answers it."""
+        if not self._may_promote:
+            return
+        pinned, cascade = self._pinned, self._cascade
+        self._promoting = {
+            extent: asked
+            for extent, asked in self._promoting.items()
+            if extent in pinned.to_promote and now < asked + RETRY_SECONDS
+        }
+        if not may_read:
+            return
+        room = _READS_AHEAD - sum(bool(extent.reading) for extent in self._promoting)
+        for extent in [extent for extent in pinned.to_promote if extent not in self._promoting][: max(0, room)]:
+            self._promoting[extent] = now
+            wanted = pinned.host_blocks(extent)
+            for rank, slots in enumerate(extent.slots):
+                if len(slots) < wanted:
+                    cascade.want_read(extent, rank, wanted, now)
+
+    # ---- for the audit
+
+    def wanted_blocks(self) -> Iterator[tuple[str, bytes, int]]:
+        """Tier, key and bytes of each block that is wanted, as often as it is."""
+        for job in self._jobs.values():
+            for key in split_keys(b"" if job.record.purged else job.record.keys):
+                yield "nvme", key, job.record.block_bytes
+                if job.in_host:
+                    yield "host", key, job.record.block_bytes
+
+    def booked(self) -> dict[str, int]:
+        return {tier: size for tier, size in self._booked.items() if size}
+
+
+def _next_try(reason: Reason | None, now: float) -> float | None:
+    if reason is None:
+        return None
+    return now + (READ_ONLY_RETRY_SECONDS if reason is Reason.READ_ONLY else RETRY_SECONDS)
