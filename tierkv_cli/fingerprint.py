@@ -34,7 +34,7 @@ def command(*, where: Where, model: Path, adapter: Path | None, as_json: bool) -
     from tierkv_cli.progress import Meter
 
     begun = time.monotonic()
-    with _remembered(where) as memory, Meter("hashing") as meter:
+    with remembered(where) as memory, Meter("hashing") as meter:
         manifests = {"model": fingerprint_model(model, memory, meter.show_bytes)}
         if adapter is not None:
             manifests["adapter"] = fingerprint_adapter(adapter, memory, meter.show_bytes)
@@ -45,7 +45,7 @@ def command(*, where: Where, model: Path, adapter: Path | None, as_json: bool) -
 
 
 @contextmanager
-def _remembered(where: Where) -> Iterator[DigestMemory | None]:
+def remembered(where: Where) -> Iterator[DigestMemory | None]:
     """The digests in the node's data directory. A directory that can't be used only means reading everything, which is
     worth a word when it was named on purpose."""
     from tierkv.errors import DataDirectoryError

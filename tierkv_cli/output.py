@@ -93,3 +93,8 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return str(value)
+
+
+def printable(text: str) -> str:
+    """What others chose (names of models, of requests), with nothing in it that a terminal would obey."""
+    return "".join(one if one.isprintable() else "?" for one in text)
