@@ -230,18 +230,11 @@ def test_text_is_tokenized_as_it_is_by_the_tokenizer_that_is_named(
     bench.store(bench.prompt(*TOKENS))
     asked: list[tuple[str, str]] = []
 
-    class AutoTokenizer:
-        @staticmethod
-        def from_pretrained(name: str, *, local_files_only: bool) -> Any:
-            assert local_files_only
+    def token_ids(text: str, tokenizer: str) -> list[int]:
+        asked.append((tokenizer, text))
+        return TOKENS
 
-            def tokenize(text: str) -> dict[str, list[int]]:
-                asked.append((name, text))
-                return {"input_ids": TOKENS}
-
-            return tokenize
-
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=AutoTokenizer))
+    monkeypatch.setitem(sys.modules, "tierkv.integrations.tokenizer", SimpleNamespace(token_ids=token_ids))
     path = tmp_path / "prompt.txt"
     path.write_text("<|user|>Hello\n")
     outcome = tierkv("why", "--prompt-file", str(path), "--tokenizer", "/models/fake", "--model", "fake")
@@ -250,6 +243,7 @@ def test_text_is_tokenized_as_it_is_by_the_tokenizer_that_is_named(
 
 
 def test_without_the_library_text_is_refused_and_told_what_to_do(tierkv, node, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tierkv.integrations.tokenizer", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     path = tmp_path / "prompt.txt"
     path.write_text("hello")
