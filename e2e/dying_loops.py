@@ -109,10 +109,21 @@ def main() -> int:
         from tierkv.node import front
 
         return front.main(sys.argv[1:])
-    from tierkv.workers import flusher, index_writer, key_queue, lifeline, pulse, purger, scrubber, storage, tier_health
+    from tierkv.workers import (
+        bookkeeper,
+        flusher,
+        index_writer,
+        key_queue,
+        lifeline,
+        pulse,
+        purger,
+        scrubber,
+        storage,
+        tier_health,
+    )
 
     start = breaking(lifeline.start_thread, process)
-    for module in (flusher, index_writer, key_queue, lifeline, pulse, purger, scrubber, tier_health):
+    for module in (bookkeeper, flusher, index_writer, key_queue, lifeline, pulse, purger, scrubber, tier_health):
         module.start_thread = start  # type: ignore[attr-defined]
     return storage.main(sys.argv[1:])
 

@@ -241,7 +241,7 @@ def test_no_name_becomes_a_path(node: Node, tmp_path: Path) -> None:
             assert engine.load(1, BLOCKS).right == BLOCKS
     node.stop()
     made = [path.relative_to(data_of(node)).parts for path in data_of(node).rglob("*")]
-    known = {"LOCK", "FORMAT", "index", "models", "tmp", "quarantine", "digests", "purges"}
+    known = {"LOCK", "FORMAT", "index", "models", "tmp", "quarantine", "digests", "purges", "journal"}
     assert {parts[0] for parts in made} <= known
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "node.log"]
 

@@ -30,6 +30,10 @@ ELSEWHERE = {
         "tests/node/test_recording.py",
         "test_a_recorder_that_is_killed_is_followed_by_another_and_what_was_sent_meanwhile_is_not_lost",
     ),
+    ("storage", "audit"): (
+        "tests/workers/test_bookkeeper.py",
+        "test_an_exception_while_something_is_counted_ends_the_worker",
+    ),
 }
 """Loops that are tried by another test, because it takes no whole node, or another one."""
 

@@ -40,6 +40,8 @@ VALUES = {
     "quarantine_bytes": ("1", "2", 3),
     "quarantine_days": ("1", "2", 3.5),
     "pinned_share": ('"5%"', "20%", 0.3),
+    "journal_bytes": ('"1MiB"', "2MiB", "3MiB"),
+    "journal_days": ("1", "2", 3.5),
     "slab_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "extent_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "seal_after_seconds": ("1", "2", 3.5),

@@ -67,6 +67,11 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"pinned_share": limits},
         "tests/core/test_pins.py::test_pins_can_not_fill_a_tier_and_the_refusal_says_who_has_what",
     ),
+    "journal_bytes": (
+        {"journal_bytes": worker},
+        "tests/storage/test_journal.py::test_the_oldest_rows_go_when_there_is_too_much",
+    ),
+    "journal_days": ({"journal_seconds": worker}, "tests/storage/test_journal.py::test_rows_that_are_too_old_go"),
     "slab_bytes": ({"slab_bytes": limits}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
     "extent_bytes": ({"extent_bytes": limits}, "e2e/test_settings.py::test_sizes_names_and_levels_do_what_they_say"),
     "seal_after_seconds": (

@@ -31,6 +31,7 @@ from tierkv.errors import ConfigError
 from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir, excess_bytes, user_socket_name
 
 PAGE_BYTES = 4096
+MIN_JOURNAL_BYTES, MAX_JOURNAL_BYTES = 64 * 2**10, 64 * MiB
 
 Size = Annotated[int, named(parse_size)]
 Seconds = Annotated[float, named(parse_number)]
@@ -116,6 +117,14 @@ class Settings(BaseModel):
         "What pins may keep of each tier at most, all together, so that they can't fill it: a share like 10% or 0.1. "
         "0: nothing can be pinned.",
     )
+    journal_bytes: Size = _setting(
+        0,
+        "What the journal of evictions and movements may take, oldest rows removed first. Part of nvme_bytes.",
+        unit="size",
+        default_text="1/64 of nvme_bytes, at least 64KiB and at most 64MiB",
+        example='"64MiB"',
+    )
+    journal_days: PositiveSeconds = _setting(30.0, "Days after which rows of the journal are removed.", unit="days")
     slab_bytes: Size = _setting(
         64 * MiB,
         "Piece of host memory that one block size takes at a time. No block can be larger. A multiple of 4KiB.",
@@ -239,6 +248,10 @@ class Settings(BaseModel):
         machine = _machine(info)
         _require_pages("slab_bytes", self.slab_bytes)
         _require_pages("index_map_bytes", self.index_map_bytes)
+        if self.journal_bytes < MIN_JOURNAL_BYTES:
+            raise ConfigError(
+                "journal_bytes", f"{format_size(self.journal_bytes)} holds next to nothing; write 64KiB or more"
+            )
         if self.extent_bytes < PAGE_BYTES:
             raise ConfigError(
                 "extent_bytes", f"{format_size(self.extent_bytes)} is less than a page; write 4KiB or more"
@@ -337,10 +350,12 @@ def machine_defaults(given: Mapping[str, object], machine: Machine) -> dict[str,
     num_users = max(1, _read(_count_users, given.get("inline_users"), 1))
     socket_dir = _read(parse_path, given.get("socket_dir"), default_socket_dir(data_dir, name, machine.environ))
     session_bytes = _read(parse_size, given.get("session_bytes"), host_bytes // 2)
+    nvme_bytes = _read(parse_size, given.get("nvme_bytes"), 64 * MAX_JOURNAL_BYTES)
     reserve = min(machine.file_system_bytes(data_dir) // 20, 10 * GiB) if data_dir is not None else 0
     computed = {
         "host_bytes": host_bytes,
         "session_bytes": session_bytes,
+        "journal_bytes": max(MIN_JOURNAL_BYTES, min(MAX_JOURNAL_BYTES, nvme_bytes // 64)),
         "nvme_reserve_bytes": reserve,
         "socket_dir": socket_dir,
         "inline_dir": default_inline_dir(socket_dir),

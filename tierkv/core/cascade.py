@@ -23,6 +23,7 @@ from tierkv.core.instructions import (
     Write,
     WriteDone,
 )
+from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Departure, Group, Ledger
 from tierkv.core.reasons import Reason
@@ -169,14 +170,14 @@ class Cascade:
             freed += sum(len(slots) > remaining for slots in extent.slots)
         self._leave_host(extent, remaining, now)
 
-    def _leave_host(self, extent: Extent, remaining: int, now: float) -> None:
+    def _leave_host(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
         ledger = self._ledger
         group = ledger.group_of(extent)
         stays_on_nvme = extent.nvme is NvmeState.PRESENT
         freed = sum(max(0, len(slots) - remaining) for slots in extent.slots) * group.slot_bytes
         blocks = extent.longest_host_blocks - remaining
-        ledger.counts.evicted_bytes["host", Reason.EVICTED] += freed
-        ledger.counts.evicted_blocks["host", Reason.EVICTED] += blocks
+        ledger.counts.evicted_bytes["host", reason] += freed
+        ledger.counts.evicted_blocks["host", reason] += blocks
         ledger.effects.append(
             Evicted(
                 group=extent.group,
@@ -185,7 +186,7 @@ class Cascade:
                 to="nvme" if stays_on_nvme else "dropped",
                 blocks=blocks,
                 num_bytes=freed,
-                reason=Reason.EVICTED,
+                reason=reason,
                 first_token=extent.first_token + remaining * group.block_tokens,
                 tokens=blocks * group.block_tokens,
                 created=extent.created,
@@ -195,15 +196,15 @@ class Cascade:
         )
         if stays_on_nvme:
             for rank in range(group.ranks):
-                ledger.cut_host(extent, rank, remaining)
+                ledger.cut_host(extent, rank, remaining, reason, to=Account.COPIED)
             extent.hot_blocks = min(extent.hot_blocks, remaining)
             if remaining == 0 and self.is_open:
                 extent.tokens = None  # the file's header has them
         else:
             if ledger.has_nvme and group.persistent:
-                reason = Reason.EVICTED if self.is_writable else Reason.NVME_DEGRADED
-                ledger.counts.dropped_unwritten_bytes[reason] += freed
-            ledger.cut_extent(extent, remaining, Departure("host", Reason.EVICTED, now))
+                unwritten = reason if self.is_writable else Reason.NVME_DEGRADED
+                ledger.counts.dropped_unwritten_bytes[unwritten] += freed
+            ledger.cut_extent(extent, remaining, Departure("host", reason, now))
             if remaining == 0:
                 self._unwritten.pop(extent, None)
         ledger.reconsider(extent)
@@ -486,9 +487,14 @@ class Cascade:
             victim = ledger.nvme_order.pop()
         if victim is None:
             return False
+        self._leave_nvme(victim, now)
+        return True
+
+    def _leave_nvme(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> None:
+        ledger = self._ledger
         stays_in_host = victim.host_blocks
-        ledger.counts.evicted_bytes["nvme", Reason.EVICTED] += victim.nvme_bytes
-        ledger.counts.evicted_blocks["nvme", Reason.EVICTED] += victim.num_blocks
+        ledger.counts.evicted_bytes["nvme", reason] += victim.nvme_bytes
+        ledger.counts.evicted_blocks["nvme", reason] += victim.num_blocks
         ledger.effects.append(
             Evicted(
                 group=victim.group,
@@ -497,7 +503,7 @@ class Cascade:
                 to="host" if stays_in_host == victim.num_blocks else "dropped",
                 blocks=victim.num_blocks,
                 num_bytes=victim.nvme_bytes,
-                reason=Reason.EVICTED,
+                reason=reason,
                 first_token=victim.first_token,
                 tokens=victim.num_blocks * ledger.group_of(victim).block_tokens,
                 created=victim.created,
@@ -506,11 +512,10 @@ class Cascade:
             )
         )
         victim.move(NvmeEvent.EVICT)
-        victim.why_not_there = Reason.EVICTED
+        victim.why_not_there = reason
         self._issue_removes(victim)
-        ledger.cut_extent(victim, stays_in_host, Departure("nvme", Reason.EVICTED, now))
+        ledger.cut_extent(victim, stays_in_host, Departure("nvme", reason, now))
         self._neighbours_changed(victim)
-        return True
 
     def shrink(self, now: float, *, at_once: bool = False) -> None:
         """Evict down to capacity: after recovery, `at_once`, or when what lies beside the extents has grown, a slice
@@ -654,7 +659,16 @@ class Cascade:
         group, rank, key = op.extent.group, op.rank, op.extent.key
         if op.aside is not None:
             return SetAside(op=number, fingerprint=weights, group=group, rank=rank, key=key, reason=op.aside)
-        return Remove(op=number, fingerprint=weights, group=group, rank=rank, key=key)
+        is_in_host = op.extent.in_tree and op.extent.host_blocks == op.extent.num_blocks
+        return Remove(
+            op=number,
+            fingerprint=weights,
+            group=group,
+            rank=rank,
+            key=key,
+            to=Account.COPIED if is_in_host else Account.DROPPED,
+            reason=op.extent.why_not_there,
+        )
 
     def remove_done(self, report: RemoveDone, now: float) -> None:
         op = self._ops.get(report.op)
@@ -773,7 +787,7 @@ class Cascade:
         )
         valid = report.valid if is_wanted else 0
         if valid:
-            ledger.append_host(extent, rank, op.slots[:valid])
+            ledger.append_host(extent, rank, op.slots[:valid], source=Account.COPIED)
             ledger.counts.promoted_blocks += valid
             self._remember_tokens(extent, group, report)
         if valid < len(op.slots):
@@ -936,6 +950,11 @@ class Cascade:
         self.progressed.append(extent)
 
     # ---- for the audit
+
+    def reading_bytes(self) -> int:
+        """Of the slots that reads in flight fill."""
+        reads = [op for op in self._ops.values() if isinstance(op, _ReadOp)]
+        return sum(len(op.slots) * self._ledger.group_of(op.extent).slot_bytes for op in reads)
 
     def slots_being_read(self) -> Iterator[tuple[int, str]]:
         for op in self._ops.values():

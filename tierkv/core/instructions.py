@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import msgspec
 
+from tierkv.core.eviction_report import EvictionReport
 from tierkv.core.identity import Identity
+from tierkv.core.journal import EvictionRow, Posting, RegretRow
 from tierkv.core.reasons import Reason
 
 
@@ -81,11 +83,15 @@ class Read(Instruction, frozen=True, tag=True):
 
 
 class Remove(Instruction, frozen=True, tag=True):
+    """`to` is the account that its bytes go to, for `reason`."""
+
     op: int
     fingerprint: str
     group: bytes
     rank: int
     key: bytes
+    to: str = "dropped"
+    reason: Reason | None = None
 
 
 class SetAside(Instruction, frozen=True, tag=True):
@@ -216,6 +222,72 @@ class ForgetPin(Instruction, frozen=True, tag=True):
     pin: bytes
 
 
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Between what was booked and what a recount found, in bytes. `number` 0: not in the table yet. `found_by`: start
+    or audit. `what`: "files" of a group, a "foreign" file among them, "slots" of host memory, or the "journal" against
+    the core's books. `group` in hexadecimal, empty where it is of none. Open until there is a `resolution`."""
+
+    tier: str
+    what: str
+    booked_bytes: int
+    counted_bytes: int
+    found_at: float
+    found_by: str = "audit"
+    group: str = ""
+    path: str = ""
+    resolution: str = ""
+    resolved_at: float = 0.0
+    number: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.resolution
+
+    def is_same(self, other: Difference) -> bool:
+        mine = (self.tier, self.what, self.group, self.path, self.booked_bytes, self.counted_bytes)
+        return mine == (other.tier, other.what, other.group, other.path, other.booked_bytes, other.counted_bytes)
+
+
+class JournalRows(Instruction, frozen=True, tag=True):
+    """Rows to be written, in order. Not reported."""
+
+    rows: list[Posting | EvictionRow | RegretRow]
+
+
+class BalanceHost(Instruction, frozen=True, tag=True):
+    """Host memory holds this, by group, and nothing else: rows of what led there are missing, for `reason`."""
+
+    groups: list[tuple[bytes, int]]
+    reason: Reason
+
+
+class ReadJournal(Instruction, frozen=True, tag=True):
+    """Sum up what was evicted. Reported as JournalRead."""
+
+    op: int
+    since: float
+    until: float
+    by_prefix: bool
+
+
+class CountFiles(Instruction, frozen=True, tag=True):
+    """Recount the files of every group, hold them against the balances, and put differences into the table. Progress
+    comes as FilesCounted."""
+
+    op: int
+
+
+class Reckon(Instruction, frozen=True, tag=True):
+    """Put `found` into the table of differences; with `resolve`, the number of one, give that its resolution. Reported
+    as Reckoned."""
+
+    op: int
+    found: list[Difference]
+    at: float
+    resolve: int = 0
+    resolution: str = ""
+
+
 class Stop(Instruction, frozen=True, tag=True):
     """Finish what was taken on, flush the index, report Stopped, end. `budget_seconds` bounds all of it."""
 
@@ -317,6 +389,19 @@ class OpFailed(Report, frozen=True, tag=True):
     problem: str = ""
 
 
+class JournalHealth(msgspec.Struct, frozen=True):
+    """The journal's size, and what it lacks: rows not written since the worker's start, by reason; damaged rows that
+    were skipped and bytes that a crash had left at its end, at that start; `problem` where nothing is written at all.
+    `differences` are open in the table."""
+
+    num_bytes: int = 0
+    dropped: dict[str, int] = {}
+    damaged: int = 0
+    torn_bytes: int = 0
+    problem: str = ""
+    differences: int = 0
+
+
 class TierHealth(Report, frozen=True, tag=True):
     """About once a second, and whenever it changes: can be written to or not, and what lies beside the extents.
 
@@ -345,6 +430,7 @@ class TierHealth(Report, frozen=True, tag=True):
     spare_inodes: int | None = None
     direct_problem: str = ""
     growth_bytes: int = 0
+    journal: JournalHealth = JournalHealth()
 
 
 class Alive(Report, frozen=True, tag=True):
@@ -442,6 +528,45 @@ class PinForgotten(Report, frozen=True, tag=True):
     problem: str = ""
 
 
+class JournalRead(Report, frozen=True, tag=True):
+    """`problem`: why there is no report."""
+
+    op: int
+    report: EvictionReport | None
+    problem: str = ""
+
+
+class GroupCount(msgspec.Struct, frozen=True, array_like=True):
+    """What the files of a group come to, and what was booked."""
+
+    group: bytes
+    files: int
+    counted_bytes: int
+    booked_bytes: int
+
+
+class FilesCounted(Report, frozen=True, tag=True):
+    """`done` of `total` groups. When `finished`: each group's figures, or the `problem` that ended the count; `table`
+    is the table of differences then."""
+
+    op: int
+    done: int
+    total: int
+    finished: bool
+    groups: list[GroupCount] = []
+    table: list[Difference] = []
+    problem: str = ""
+
+
+class Reckoned(Report, frozen=True, tag=True):
+    """`known` false: there is no difference of the number that was to be resolved."""
+
+    op: int
+    table: list[Difference]
+    known: bool = True
+    problem: str = ""
+
+
 class Stopped(Report, frozen=True, tag=True):
     pass
 
@@ -460,6 +585,11 @@ AnyInstruction = (
     | Zero
     | RecordPin
     | ForgetPin
+    | JournalRows
+    | BalanceHost
+    | ReadJournal
+    | CountFiles
+    | Reckon
     | Stop
 )
 AnyReport = (
@@ -482,5 +612,8 @@ AnyReport = (
     | PinFound
     | PinRecorded
     | PinForgotten
+    | JournalRead
+    | FilesCounted
+    | Reckoned
     | Stopped
 )

@@ -6,8 +6,8 @@ doomed slots of blocks that are gone while somebody may still touch them, or a w
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable, MutableSequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, MutableSequence
 from dataclasses import dataclass, field
 
 from tierkv.core.counters import Counters
@@ -16,6 +16,7 @@ from tierkv.core.ghosts import Ghost, Ghosts
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, TicketState
 from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
+from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES
 from tierkv.core.pinned import Pinned
 from tierkv.core.prefix_tree import PrefixTree
@@ -160,6 +161,8 @@ class Ledger:
         self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
         self.nvme_order: EvictionOrder = LeastRecentlyUsed()
         self.pins = Pinned(*limits.pin_caps())
+        self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> slots
+        self.on_host_change: Callable[[Extent, int], None] | None = None  # a recount that is going on
         self.doomed_bytes = 0
         self.wipes: deque[Wipe] = deque()  # to be asked for
         self.wiping_bytes = 0  # of those, and of those that were asked for
@@ -246,7 +249,10 @@ class Ledger:
         if departure is not None:
             self._remember(extent, num_blocks, departure)
         for rank in range(group.ranks):
-            self.cut_host(extent, rank, num_blocks)
+            if departure is None:
+                self.cut_host(extent, rank, num_blocks, Reason.PURGED, to=Account.PURGED)
+            else:
+                self.cut_host(extent, rank, num_blocks, departure.reason)
         group.blocks -= extent.num_blocks - num_blocks
         orphans = [kid for index, branch in extent.branch_points.items() if index >= num_blocks for kid in branch.kids]
         if num_blocks == 0:
@@ -300,19 +306,24 @@ class Ledger:
 
     # ---- host slots of an extent
 
-    def append_host(self, extent: Extent, rank: int, slots: list[int]) -> None:
+    def append_host(self, extent: Extent, rank: int, slots: list[int], *, source: Account = Account.COMPUTED) -> None:
         before = extent.longest_host_blocks
+        self.postings[extent.group, source, Account.HOST, ""] += len(slots)
         extent.slots[rank].extend(slots)
         for base, inside in self.pool.by_slab(slots):
             home = self.homes.setdefault(base, {})
             home[extent] = home.get(extent, 0) + len(inside)
         self._host_changed(extent, before, len(slots))
 
-    def cut_host(self, extent: Extent, rank: int, num_blocks: int) -> None:
-        """Give up a rank's host copies from `num_blocks` on: at once, or when the last who holds them lets go."""
+    def cut_host(
+        self, extent: Extent, rank: int, num_blocks: int, reason: Reason | None = None, *, to: Account = Account.DROPPED
+    ) -> None:
+        """Give up a rank's host copies from `num_blocks` on: at once, or when the last who holds them lets go. `to` is
+        the account that they go to."""
         slots = extent.slots[rank][num_blocks:]
         if not slots:
             return
+        self.postings[extent.group, Account.HOST, to, reason or ""] += len(slots)
         before = extent.longest_host_blocks
         del extent.slots[rank][num_blocks:]
         for base, inside in self.pool.by_slab(slots):
@@ -336,6 +347,8 @@ class Ledger:
     def _host_changed(self, extent: Extent, before: int, change: int) -> None:
         self.group_of(extent).host_slots += change
         self.settle_pins(extent)
+        if self.on_host_change is not None:
+            self.on_host_change(extent, change)
         after = extent.longest_host_blocks
         if extent.above is not None and (before > 0) != (after > 0):
             extent.above.host_kids += 1 if after > 0 else -1

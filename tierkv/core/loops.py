@@ -43,6 +43,8 @@ LOOPS: tuple[Loop, ...] = (
     Loop("storage", "io", "file operations, several threads", _WORKER_ENDS),
     Loop("storage", "flusher", "flushes directories, reports what is durable", _WORKER_ENDS),
     Loop("storage", "index-writer", "commits rows to the index", _WORKER_ENDS),
+    Loop("storage", "journal", "writes rows of the journal, in groups", _WORKER_ENDS),
+    Loop("storage", "audit", "reads the journal and counts files, while somebody asks, and at a start", _WORKER_ENDS),
     Loop("storage", "health", "looks at room and faults once a second", _WORKER_ENDS),
     Loop("storage", "pulse", "says once a second that the process lives, and what is stuck in it", _WORKER_ENDS),
     Loop("storage", "scrub", "verifies files, while there is a scrub", _WORKER_ENDS),

@@ -78,7 +78,8 @@ def find_members(ledger: Ledger, what: What, extents: Iterable[Extent]) -> Membe
             return _whole_groups(ledger, groups, extents, _scope_of_tenant(ledger, groups, salt))
         case OfModel(fingerprint):
             groups = [group for group in ledger.groups.values() if group.spec.identity.weights == fingerprint]
-            return _whole_groups(ledger, groups, extents, PurgeScope(models=(fingerprint,)))
+            named = tuple(ScopeGroup(fingerprint, group.spec.group) for group in groups)
+            return _whole_groups(ledger, groups, extents, PurgeScope(models=(fingerprint,), groups=named))
         case OfPrefix(digits):
             return _prefix(ledger, digits, list(extents))
 

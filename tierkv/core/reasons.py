@@ -12,6 +12,7 @@ class Reason(StrEnum):
     SESSION_CAP = "session_cap"  # one session holds as much as it may
     NVME_FULL = "nvme_full"  # nothing left there that may be evicted
     EVICTED = "evicted"
+    OPERATOR = "operator"  # evicted because an operator said so
     # the tier is not in use
     NVME_OFF = "nvme_off"
     NVME_DEGRADED = "nvme_degraded"

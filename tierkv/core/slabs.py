@@ -175,6 +175,10 @@ class SlabPool:
         others = [slab for slab in self._slabs.values() if slab.slot_bytes != slot_bytes]
         return [(slab.base, len(slab.used)) for slab in sorted(others, key=lambda s: len(s.used) * s.slot_bytes)]
 
+    def count_used_bytes(self) -> int:
+        """What `used_bytes` ought to be: the slots in use, counted."""
+        return sum(len(slab.used) * slab.slot_bytes for slab in self._slabs.values())
+
     def used_slots(self) -> set[int]:
         return set().union(*(slab.used for slab in self._slabs.values()))
 

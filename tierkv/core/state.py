@@ -9,6 +9,7 @@ its answer follows as a notice: perhaps among the effects of the same call, at i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
 
@@ -53,6 +54,7 @@ from tierkv.core.instructions import (
     WriteDone,
     Zeroed,
 )
+from tierkv.core.journal import Posting
 from tierkv.core.keys import NO_EXTRAS
 from tierkv.core.leases import Leases
 from tierkv.core.ledger import Effect, Ledger, Limits, SessionState, open_namespace
@@ -61,6 +63,7 @@ from tierkv.core.purge_scope import NotOne, What
 from tierkv.core.purges import Purges, PurgeState
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
+from tierkv.core.recount import HostRecount
 from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import NvmeState
 from tierkv.core.seals import Seals
@@ -476,6 +479,25 @@ class CacheState:
     def usage(self) -> list[GroupUsage]:
         return group_usage(self._ledger)
 
+    @property
+    def has_postings(self) -> bool:
+        """`take_postings` has something to tell."""
+        return bool(self._ledger.postings)
+
+    def take_postings(self, now: float) -> list[Posting]:
+        """What has moved into and out of host memory since the last call, summed by group, accounts and reason."""
+        taken, self._ledger.postings = self._ledger.postings, Counter()
+        groups = self._ledger.groups
+        return [
+            Posting(now, group, source, target, slots * groups[group].slot_bytes, slots // groups[group].ranks, reason)
+            for (group, source, target, reason), slots in taken.items()
+            if slots and group in groups
+        ]
+
+    def host_balances(self) -> list[tuple[bytes, int]]:
+        """What the books say of each group in host memory."""
+        return [(key, group.host_slots * group.slot_bytes) for key, group in self._ledger.groups.items()]
+
     def tiers(self) -> list[TierBytes]:
         return tier_bytes(self._ledger, self._cascade)
 
@@ -511,6 +533,10 @@ class CacheState:
     @property
     def num_writes_waiting(self) -> int:
         return self._cascade.num_writes_waiting()
+
+    def recount_host(self) -> HostRecount:
+        """Begin to count what is in host memory. It is told of all changes until it has ended; one at a time."""
+        return HostRecount(self._ledger, self._cascade, self._wiping)
 
     def check(self) -> None:
         """Every promise about ownership and sums. Raises BrokenInvariant."""

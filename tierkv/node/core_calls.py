@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, Regretted, SealReady, Waiting
-from tierkv.core.instructions import AnyInstruction, OpFailed, Write, Zero
+from tierkv.core.instructions import AnyInstruction, OpFailed, RecordPurge, SweepPurge, Write, Zero
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
 from tierkv.core.recent_evictions import RecentEvictions
 from tierkv.core.state import CacheState
 from tierkv.errors import TierkvError, WireError
+from tierkv.node.journal_feed import JournalFeed
 from tierkv.node.mover import Mover
 from tierkv.node.outbox import Outbox
 from tierkv.node.recording import Recording
@@ -52,6 +53,7 @@ class CoreCalls:
         self.leases: WaitingRoom[bytes] = WaitingRoom()
         self.seals: WaitingRoom[int] = WaitingRoom()
         self.evictions = RecentEvictions()
+        self.journal = JournalFeed(state, mover, has_nvme=state.limits.nvme_bytes > 0)
         self.dropped_bytes = 0
         self.dropped_extents = 0
         self._outbox = outbox
@@ -112,8 +114,9 @@ class CoreCalls:
                     self._outbox.reply(asker, seal_reply(asker.request_id, effect.answer), now)
             case Evicted():
                 self.evictions.note(effect, now)
+                self.journal.evicted(effect, now)
             case Regretted():
-                pass  # counted by the core
+                self.journal.regretted(effect, now)
             case Dropped():
                 self.dropped_extents += 1
                 self.dropped_bytes += effect.num_bytes
@@ -125,6 +128,9 @@ class CoreCalls:
                     effect.written_bytes,
                     effect.group.hex(),
                 )
+            case RecordPurge() | SweepPurge():
+                self.journal.flush(now)  # rows of what is to go are there before it goes
+                self.instruct(effect, now)
             case Zero() if self._zero is not None:
                 self._zero(effect)
             case _:

@@ -35,6 +35,7 @@ class Draining:
             if now < self._deadline and self._state.dirty().extents > 0:
                 return None
             self._service.drop_dirty(now)
+            self._core.journal.close(now)
             self._core.instruct(Stop(budget_seconds=STOP_SECONDS), now)
             # A worker that still recovers has begun nothing that needs an end, and doesn't hear until it is through.
             self._stop_deadline = now if self._state.is_recovering else now + STOP_SECONDS

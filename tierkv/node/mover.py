@@ -95,10 +95,15 @@ class Mover:
         """Queue it; `flush` sends. Raises WireError when the worker has left more unread than is kept for it."""
         if self._channel is None:
             return
-        if isinstance(instruction, Touch) and self._channel.buffered_bytes > MAX_BUFFERED_FOR_TOUCH:
+        if isinstance(instruction, Touch) and self.is_choked:
             self.worker.skipped_touches += 1  # last use is worth less than what waits there
             return
         self._channel.send(instruction)
+
+    @property
+    def is_choked(self) -> bool:
+        """The worker has left much unread: what can be done without is not sent."""
+        return self._channel is not None and self._channel.buffered_bytes > MAX_BUFFERED_FOR_TOUCH
 
     def flush(self) -> None:
         if self._channel is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tierkv
 from tierkv.core.grants import GroupSpec
-from tierkv.core.instructions import AnyReport, PurgeResumed, ScrubProgress
+from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept, ScrubProgress
 from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.front_sessions import FrontSession, SessionTable
@@ -207,9 +207,13 @@ class Service:
         if isinstance(report, PurgeResumed):
             self._core.recording.purge_again(report, now)
         self._core.do(now, lambda: self._state.report(report, now))
+        if isinstance(report, PurgeSwept):
+            self._core.journal.unbalance(Reason.PURGED)
 
     def worker_started(self, now: float) -> None:
+        is_first = self._state.counts.worker_deaths == 0
         self._core.do(now, lambda: self._state.worker_started(now))
+        self._core.journal.worker_started(now, Reason.NODE_AWAY if is_first else Reason.WORKER_DIED)
         self._operating.worker_started(now)
 
     def worker_died(self, now: float) -> None:
@@ -256,6 +260,7 @@ class Service:
         self._reading.tick(now)
         self._writing.tick(now)
         self._operating.tick(now)
+        self._core.journal.tick(now)
 
     def next_wakeup(self) -> float | None:
         """When `tick` has something to do next, in node time."""
@@ -264,6 +269,7 @@ class Service:
             self._core.leases.next_deadline(),
             self._core.seals.next_deadline(),
             self._operating.next_wakeup(),
+            self._core.journal.next_due(),
         )
         return min((time for time in times if time is not None), default=None)
 

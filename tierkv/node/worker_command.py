@@ -56,6 +56,8 @@ def worker_config(
         index_map_bytes=settings.index_map_bytes,
         stuck_seconds=settings.stuck_seconds,
         reconcile_seconds=settings.reconcile_seconds,
+        journal_bytes=settings.journal_bytes,
+        journal_seconds=settings.journal_days * SECONDS_A_DAY,
         read_only=settings.read_only,
         sends_rows=sends_rows,
         discard_index=discard_index,

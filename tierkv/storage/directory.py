@@ -33,14 +33,14 @@ from pathlib import Path
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
-from tierkv.storage.names import DIGESTS, INDEX, MODELS, PINS, PURGES, QUARANTINE, TEMP, Parts
+from tierkv.storage.names import DIGESTS, INDEX, JOURNAL, MODELS, PINS, PURGES, QUARANTINE, TEMP, Parts
 from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, open_root, read_or_make_stamp
 from tierkv.storage.system_calls import call
 
 __all__ = ["DataDirectory", "Space", "Cleared", "PAGE_BYTES", "FOLDERS", "FORMAT", "LOCK", "DIRECT_REFUSED"]
 
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
-FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS)
+FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS, JOURNAL)
 PROBE_SECONDS = 10.0
 DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")  # how file systems say that they don't take O_DIRECT
 

@@ -2,7 +2,8 @@
 
 extents      .kv files under names of ours          descriptions   model.json, identity.json, FORMAT, LOCK, records
 index        LMDB                                   digests        of weight files
-quarantine   damaged files set aside                folders        the directories themselves
+quarantine   damaged files set aside                journal        what moved, and what recounts found
+folders      the directories themselves
 temporary    being written, or left by a dead writer
 foreign      everything else; tierkv does not touch it
 """
@@ -14,17 +15,34 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierkv.storage.names import DIGESTS, INDEX, MODELS, PINS, PURGES, QUARANTINE, TEMP, ExtentName, Parts
+from tierkv.storage.names import (
+    DIGESTS,
+    INDEX,
+    JOURNAL,
+    MODELS,
+    PINS,
+    PURGES,
+    QUARANTINE,
+    TEMP,
+    ExtentName,
+    Parts,
+)
 from tierkv.storage.namespace import IDENTITY_FILE, MODEL_FILE
 from tierkv.storage.stamp import FORMAT, LOCK
 
-KINDS = ("extents", "index", "quarantine", "temporary", "digests", "descriptions", "folders", "foreign")
+KINDS = ("extents", "index", "quarantine", "temporary", "digests", "journal", "descriptions", "folders", "foreign")
 
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own
 
-_OF_A_FOLDER = {INDEX: "index", QUARANTINE: "quarantine", TEMP: "temporary", DIGESTS: "digests"} | dict.fromkeys(
-    (PURGES, PINS), "descriptions"
-)
+_OF_A_FOLDER = {
+    INDEX: "index",
+    QUARANTINE: "quarantine",
+    TEMP: "temporary",
+    DIGESTS: "digests",
+    JOURNAL: "journal",
+    PURGES: "descriptions",
+    PINS: "descriptions",
+}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from tierkv.core.identity import Layout
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, chain_keys, count_keys
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, UnknownFormat
+from tierkv.storage import journal_segment
 
 MAGIC = b"\x93TIERKV\n"  # not text, and changed by whatever converts line ends
 FORMAT_VERSION = 1
@@ -341,7 +342,8 @@ A reader compares group, fingerprint, rank, parent, position and keys with what 
 what the header promises, and verifies each block against its checksum before the block is used. It takes the versions
 {", ".join(map(str, sorted(READERS)))}. A file whose header is intact and of another version, or whose codec is not
 known, is left alone. Every other deviation is damage: the file goes to `quarantine/`.
-"""
+
+{journal_segment.document()}"""
 
 
 def _table(fields: tuple[Field, ...]) -> str:

@@ -15,9 +15,11 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from tierkv.core.journal import Account
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.directory import DataDirectory
@@ -53,9 +55,17 @@ class Quarantine:
     same however much there is.
     """
 
-    def __init__(self, directory: DataDirectory, *, max_bytes: int, max_age_seconds: float) -> None:
-        """Of a directory that is read only, it is looked at, and nothing is moved to it or removed. Raises StorageError
-        when it can't be listed."""
+    def __init__(
+        self,
+        directory: DataDirectory,
+        *,
+        max_bytes: int,
+        max_age_seconds: float,
+        moving: Callable[[ExtentName, str, str], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    ) -> None:
+        """Of a directory that is read only, it is looked at, and nothing is moved to it or removed. A file is moved
+        inside of `moving(name, account, reason)`. Raises StorageError when it can't be listed."""
+        self._moving = moving
         self._read_only = directory.read_only
         self._directory = directory
         self._max_bytes = max_bytes
@@ -128,7 +138,10 @@ class Quarantine:
                 found = call("stat", os.stat, name.file, dir_fd=from_fd, follow_symlinks=False)
                 if not stat.S_ISREG(found.st_mode):
                     return None
-                with self._directory.folder((QUARANTINE,), create=True) as to_fd:
+                with (
+                    self._directory.folder((QUARANTINE,), create=True) as to_fd,
+                    self._moving(name, Account.QUARANTINE, str(reason)),
+                ):
                     call("rename", os.rename, name.file, file, src_dir_fd=from_fd, dst_dir_fd=to_fd)
         except StorageError as error:
             if error.errno_name != "ENOENT":

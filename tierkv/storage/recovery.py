@@ -22,7 +22,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -95,11 +96,13 @@ def recover(
     emit: Emit,
     now: float,
     clock: Callable[[], float] = time.monotonic,
+    purged: Callable[[PurgeScope, Mapping[bytes, int]], None] = lambda scope, removed: None,
 ) -> Recovered:
     """Walk the data directory. `emit` gets GroupFound before a group's Rows, Rows in batches, and RecoveryProgress
     every quarter of a second; the result is for the caller to send when it is ready to serve. `now` is in seconds since
-    1970."""
-    recovery = _Recovery(directory, catalog, quarantine, emit, now, clock)
+    1970. `purged` is told what was swept, and how many bytes of which group: it may raise StorageError, and then that
+    purge is not through."""
+    recovery = _Recovery(directory, catalog, quarantine, emit, now, clock, purged)
     return recovery.run()
 
 
@@ -109,6 +112,14 @@ def clear_temp(directory: DataDirectory) -> Recovered:
     counts = _Counts()
     _clear_temp(directory, counts, Strays())
     return counts.report(time.monotonic() - started, index_rebuilt=False)
+
+
+@dataclass(slots=True)
+class _Removed:
+    by_group: Counter[bytes] = field(default_factory=Counter)
+
+    def note(self, group: bytes, num_bytes: int) -> None:
+        self.by_group[group] += num_bytes
 
 
 @dataclass(slots=True)
@@ -163,7 +174,9 @@ class _Recovery:
         emit: Emit,
         now: float,
         clock: Callable[[], float],
+        purged: Callable[[PurgeScope, Mapping[bytes, int]], None],
     ) -> None:
+        self._purged = purged
         self._directory = directory
         self._catalog = catalog
         self._quarantine = quarantine
@@ -225,8 +238,10 @@ class _Recovery:
             return
         for record in records:
             swept, failure = Swept(), None
+            removed = _Removed()
             try:
-                swept = sweep(self._directory, self._catalog, self._quarantine, record.scope)
+                swept = sweep(self._directory, self._catalog, self._quarantine, record.scope, removed=removed.note)
+                self._purged(record.scope, removed.by_group)
                 remove_record(self._directory, record.purge)
             except StorageError as error:
                 failure = error

@@ -46,6 +46,7 @@ __all__ = ["sweep", "covers", "hidden_heads"]
 
 Reached = Callable[[str], None]
 Alone = Callable[[], AbstractContextManager[object]]
+Tell = Callable[[bytes, int], None]
 Answer = TypeVar("Answer")
 
 
@@ -67,11 +68,13 @@ def sweep(
     *,
     alone: Alone = nullcontext,
     reached: Reached = lambda stage: None,
+    removed: Tell = lambda group, num_bytes: None,
 ) -> Swept:
     """Remove all of `scope`. When it returns, none of it comes back, whatever happens to the machine. Inside of `alone`
-    nobody makes the folders of a group. `reached` is told what has been done, for tests that kill a process there.
-    Raises StorageError; then it is to be begun again."""
-    return _Sweep(directory, catalog, quarantine, scope, alone, reached).run()
+    nobody makes the folders of a group. `reached` is told what has been done, for tests that kill a process there;
+    `removed` of each file, its group and length, and of each group that is in scope. Raises StorageError; then it is to
+    be begun again."""
+    return _Sweep(directory, catalog, quarantine, scope, alone, reached, removed).run()
 
 
 @dataclass(slots=True)
@@ -89,12 +92,14 @@ class _Sweep:
     scope: PurgeScope
     alone: Alone
     reached: Reached
+    tell: Tell
     removed: _Removed = field(default_factory=_Removed)
     strays: Strays = field(default_factory=Strays)
 
     def run(self) -> Swept:
         whole = list(self._groups())
         for folder in whole:
+            self.tell(folder.group, 0)
             for namespace in find_namespaces(self.directory, folder, self.strays):
                 self._empty_namespace(namespace, None)
         for one in self.scope.extents:
@@ -157,14 +162,14 @@ class _Sweep:
                 strays = Strays()
                 for entry in list_extents(folder_fd, shelf, strays):
                     if heads is None or key_of(entry) in heads:
-                        self._unlink(folder_fd, entry)
+                        self._unlink(folder_fd, entry, namespace.group)
                 self.removed.left += strays.foreign if heads is None else 0
             self._flush(parts)
             remove_if_empty(namespace_fd, shelf)
 
-    def _unlink(self, folder_fd: int, entry: os.DirEntry[str]) -> None:
+    def _unlink(self, folder_fd: int, entry: os.DirEntry[str], group: bytes) -> None:
         try:
-            size = call("stat", entry.stat, follow_symlinks=False).st_blocks * 512
+            found = call("stat", entry.stat, follow_symlinks=False)
             if not unlink_extent(folder_fd, entry.name):
                 self.removed.left += 1
                 return
@@ -173,7 +178,8 @@ class _Sweep:
                 raise
             return
         self.removed.files += 1
-        self.removed.file_bytes += size
+        self.removed.file_bytes += found.st_blocks * 512
+        self.tell(group, found.st_size)
 
     # ---- what lies elsewhere
 

@@ -31,6 +31,7 @@ from tierkv.core.instructions import (
 from tierkv.core.keys import count_keys
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
+from tierkv.storage.books import Books
 from tierkv.storage.catalog import DropRow, PutRow, Restamp, TouchedRow
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
@@ -73,6 +74,7 @@ class Operations:
         flusher: Flusher,
         gate: TierGate,
         times: CoarseTimes,
+        books: Books,
         report: Callable[[Sequence[Report]], None],
         now: Callable[[], float],
         quiet: QuietLog | None = None,
@@ -87,6 +89,7 @@ class Operations:
         self._flusher = flusher
         self._gate = gate
         self._times = times
+        self._books = books
         self._report = report
         self._now = now
 
@@ -127,7 +130,8 @@ class Operations:
         if closed is not None:
             return OpFailed(write.op, closed.reason, closed.problem)
         try:
-            outcome = self._files.write(self._directory, self._arena, write, identity)
+            with self._books.writing(name):
+                outcome = self._files.write(self._directory, self._arena, write, identity)
         finally:
             self._gate.finish(expected)
         if isinstance(outcome, Failure):
@@ -254,7 +258,8 @@ class Operations:
             return OpFailed(remove.op, Reason.READ_ONLY, f"{name} stays: started with read_only")
         self._index.add(DropRow(_row_name(name)))
         try:
-            was_there = self._files.remove(self._directory, name)
+            with self._books.removing(name, remove.to, remove.reason or ""):
+                was_there = self._files.remove(self._directory, name)
         except StorageError as error:
             return self._remove_failed(remove.op, name, error)
         if not was_there:

@@ -8,6 +8,7 @@ Zero          by the queue, like a removal
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
@@ -30,6 +31,7 @@ from tierkv.storage.purge_record import PurgeRecord, read_records, remove_record
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.sweep import sweep
 from tierkv.storage.system_calls import Failure
+from tierkv.workers.bookkeeper import Bookkeeper
 from tierkv.workers.files import Files
 from tierkv.workers.groups import Groups
 from tierkv.workers.index_writer import IndexWriter
@@ -56,6 +58,7 @@ class Purger:
         index: IndexWriter,
         files: Files,
         gate: TierGate,
+        bookkeeper: Bookkeeper,
         report: Callable[[Sequence[Report]], None],
         on_death: OnDeath = end_process,
     ) -> None:
@@ -67,6 +70,7 @@ class Purger:
         self._index = index
         self._files = files
         self._gate = gate
+        self._bookkeeper = bookkeeper
         self._report = report
         self._on_death = on_death
         self._records: dict[bytes, PurgeRecord] = {}
@@ -131,14 +135,18 @@ class Purger:
             self._record_again(record)
         if not self._index.drain(INDEX_SECONDS):
             raise StorageError("index", "", Reason.IO_ERROR, "the index is not written to")
-        swept = sweep(
-            self._directory,
-            self._catalog,
-            self._quarantine,
-            record.scope,
-            alone=self._groups.alone,
-            reached=lambda stage: self._files.purge_reached(stage, purge),
-        )
+        removed: Counter[bytes] = Counter()
+        with self._bookkeeper.books.sweeping():
+            swept = sweep(
+                self._directory,
+                self._catalog,
+                self._quarantine,
+                record.scope,
+                alone=self._groups.alone,
+                reached=lambda stage: self._files.purge_reached(stage, purge),
+                removed=lambda group, num_bytes: removed.update({group: num_bytes}),
+            )
+            self._bookkeeper.purged(record.scope, removed)
         remove_record(self._directory, purge)
         self._records.pop(purge, None)
         self._unrecorded.discard(purge)

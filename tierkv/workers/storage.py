@@ -5,6 +5,7 @@
     channel -> main thread -> queue, one extent's operations in order -> io threads -> files
                                                                        -> flusher: directories, then WriteDone
                                                                        -> index writer: rows, in groups
+                      -> bookkeeper: the journal
     health: TierHealth;  pulse: a sign of life, what is stuck;  scrub, purge: while there is one
     supervisor-watch: the end
 
@@ -27,12 +28,17 @@ from functools import partial
 
 from tierkv.core.instructions import (
     AnyInstruction,
+    BalanceHost,
     CancelScrub,
+    CountFiles,
     ForgetPin,
+    JournalRows,
     OpenNamespace,
     OpFailed,
     Read,
     ReadDone,
+    ReadJournal,
+    Reckon,
     RecordPin,
     RecordPurge,
     Remove,
@@ -48,12 +54,14 @@ from tierkv.core.instructions import (
 )
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError, TierkvError
+from tierkv.storage.books import Books
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import LOCK, DataDirectory
 from tierkv.storage.names import INDEX, ExtentName
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.recovery import clear_temp, recover
 from tierkv.storage.system_calls import Failure
+from tierkv.workers.bookkeeper import Bookkeeper
 from tierkv.workers.channel import BlockingChannel, worker_end
 from tierkv.workers.coarse_times import CoarseTimes
 from tierkv.workers.files import Files, load_files
@@ -131,8 +139,19 @@ class StorageWorker:
     def _open(self, config: WorkerConfig, arena: memoryview, health_seconds: float, on_death: OnDeath) -> None:
         self._directory = directory = self._stack.enter_context(self._open_directory(config))
         index_fd = self._open_index_folder(directory)
+        self._books = Books(
+            directory,
+            max_bytes=config.journal_bytes,
+            max_age_seconds=config.journal_seconds,
+            now=self._now,
+            failed=self._gate.count,
+        )
+        self._stack.callback(self._books.close)
         self._quarantine = Quarantine(
-            directory, max_bytes=config.quarantine_bytes, max_age_seconds=config.quarantine_seconds
+            directory,
+            max_bytes=config.quarantine_bytes,
+            max_age_seconds=config.quarantine_seconds,
+            moving=self._books.removing,
         )
         discard = "the process that opened it last died of it" if config.discard_index else ""
         self._catalog = self._stack.enter_context(
@@ -161,6 +180,7 @@ class StorageWorker:
             quiet=self._quiet,
             index_problem=lambda: self._index_problem,
             also=self._reconcile,
+            journal=self._books.health,
         )
         self._index = IndexWriter(
             self._catalog,
@@ -171,6 +191,16 @@ class StorageWorker:
             roll=self._roll,
         )
         self._stack.callback(self._index.close, CLOSE_SECONDS)
+        self._bookkeeper = Bookkeeper(
+            self._books,
+            directory,
+            self._report,
+            self._now,
+            grown=health.journal_grown,
+            on_death=on_death,
+            roll=self._roll,
+        )
+        self._stack.callback(self._bookkeeper.close, CLOSE_SECONDS)
         self._flusher = Flusher(partial(self._files.flush, directory), self._report, on_death=on_death, roll=self._roll)
         self._stack.callback(self._flusher.close, CLOSE_SECONDS)
         self._queue = KeyQueue(num_threads=config.io_threads, on_death=on_death, roll=self._roll)
@@ -185,6 +215,7 @@ class StorageWorker:
             flusher=self._flusher,
             gate=self._gate,
             times=self._times,
+            books=self._books,
             report=self._report,
             now=self._now,
             quiet=self._quiet,
@@ -198,6 +229,7 @@ class StorageWorker:
             index=self._index,
             files=self._files,
             gate=self._gate,
+            bookkeeper=self._bookkeeper,
             report=self._report,
             on_death=on_death,
         )
@@ -259,6 +291,7 @@ class StorageWorker:
                 self._quarantine,
                 emit=lambda report: self._report([report]),
                 now=self._now(),
+                purged=self._books.purged,
             )
             log.info(
                 "%d extents in %.2f s: %d known to the index, %d headers read; set aside %d, foreign %d, of an unknown"
@@ -278,6 +311,7 @@ class StorageWorker:
             recovered = clear_temp(self._directory)
             self._catalog.finish_opening()
         self._watch.start()  # before Recovered, so that the core knows what takes room when it evicts down to capacity
+        self._bookkeeper.count_at_start()
         self._report([recovered])
 
     # ---------------------------------------------------------------- instructions
@@ -312,6 +346,16 @@ class StorageWorker:
                 self._pin_keeper.record(instruction)
             case ForgetPin():
                 self._pin_keeper.forget(instruction)
+            case JournalRows():
+                self._bookkeeper.add(instruction)
+            case BalanceHost():
+                self._bookkeeper.balance_host(instruction)
+            case ReadJournal():
+                self._bookkeeper.read(instruction)
+            case CountFiles():
+                self._bookkeeper.count(instruction)
+            case Reckon():
+                self._bookkeeper.reckon(instruction)
             case Stop():
                 pass  # `run` has seen to it
 
@@ -362,6 +406,8 @@ class StorageWorker:
         self._scrubber.end(min(left(), 1.0))
         all_done = self._queue.wait_idle(left()) and self._flusher.wait_idle(left())
         indexed = self._index.drain(left())
+        all_done = self._bookkeeper.close(left()) and all_done
+        self._books.close(in_order=all_done)
         if not all_done or not indexed:
             log.warning("stopped with work left: the budget of %.1f s is over", stop.budget_seconds)
         self._watch.close(left())

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tierkv.core.instructions import Report, TierHealth
+from tierkv.core.instructions import JournalHealth, Report, TierHealth
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Space
 from tierkv.storage.extent_header import open_regular
-from tierkv.storage.names import DIGESTS, TEMP, ExtentName, Parts
+from tierkv.storage.names import DIGESTS, JOURNAL, TEMP, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
@@ -59,11 +59,13 @@ class HealthWatch:
         quiet: QuietLog | None = None,
         index_problem: Callable[[], str] = lambda: "",
         also: Callable[[], None] = lambda: None,
+        journal: Callable[[], JournalHealth] = JournalHealth,
     ) -> None:
         """`lock_fd` is the lock that this node holds, to be found in the directory; -1 where nobody looks. `quiet` is
-        told each period to say what it has counted; `also` is called
-        after each look."""
+        told each period to say what it has counted; `also` is called after each look, and `journal` says how the
+        journal is."""
         self._also = also
+        self._journal = journal
         self._lock_fd = lock_fd
         self._post = (roll or Roll()).post("health")
         self._quiet = quiet
@@ -97,6 +99,12 @@ class HealthWatch:
         """The index may have grown: look before it has used up what is kept for that."""
         last = self._last
         if last is not None and self._catalog.file_bytes() - last.index_bytes > last.growth_bytes // 2:
+            self.wake()
+
+    def journal_grown(self) -> None:
+        """The same for the journal."""
+        last = self._last
+        if last is not None and self._journal().num_bytes - last.journal.num_bytes > last.growth_bytes // 2:
             self.wake()
 
     def wake(self) -> None:
@@ -155,7 +163,8 @@ class HealthWatch:
         usage = self._quarantine.usage()
         index_bytes = self._catalog.file_bytes()
         writing_bytes = self._gate.writing_bytes
-        beside = max(0, temp_bytes - writing_bytes) + self._folder_bytes((DIGESTS,))
+        journal = self._journal()
+        beside = max(0, temp_bytes - writing_bytes) + self._folder_bytes((DIGESTS,)) + self._folder_bytes((JOURNAL,))
         growth = GROWTH_BYTES + index_bytes // 8
         return TierHealth(
             writable=True,
@@ -167,6 +176,7 @@ class HealthWatch:
             spare_inodes=_spare_inodes(space),
             direct_problem=self._directory.direct_problem,
             growth_bytes=growth,
+            journal=journal,
         )
 
     def _look_at_room(self) -> Space:

@@ -22,6 +22,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `reconcile_seconds`: how often files that others removed are looked for.
 
+    `journal_bytes` and `journal_seconds` bound the journal.
+
     `read_only`: nothing below `data_dir` is made, written, renamed or removed.
 
     `sends_rows` false: the front knows the extents already, so that only temp files are cleared at the start.
@@ -46,6 +48,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     index_map_bytes: int = 64 * 2**20
     stuck_seconds: float = 20.0
     reconcile_seconds: float = 300.0
+    journal_bytes: int = 64 * 2**20
+    journal_seconds: float = 30 * 86_400.0
     read_only: bool = False
     sends_rows: bool = True
     discard_index: bool = False
