@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import machine, report
 from benchmarks.measure import Plan
 
-BENCHMARKS = ("core", "cli", "match_latency", "copies", "inline", "nvme", "warmup", "start")
+BENCHMARKS = ("core", "cli", "match_latency", "copies", "inline", "nvme", "warmup", "start", "replay")
 """Modules with a QUESTION and a `measure(plan)` that yields figures; the quickest come first."""
 
 ON_DEMAND = ("vllm",)
@@ -45,7 +45,7 @@ def main() -> int:
     started = time.strftime("%Y-%m-%d %H:%M:%S%z")
     with _own_directory(options.dir) as directory:
         described = machine.describe(directory)
-        plan = Plan(quick=options.quick, directory=directory, model=options.model)
+        plan = Plan(quick=options.quick, directory=directory, model=options.model, traces=options.traces)
         answers = []
         for name in chosen:
             answers.append(_answer(name, plan))
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         default=REPOSITORY / ".cache" / "bench",
         help="directory on the disk to measure; what is made in it is removed at the end (default: .cache/bench)",
     )
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="traces to replay (or TIERKV_TRACES)")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="what vLLM loads (scripts/fetch_model)")
     return parser
 

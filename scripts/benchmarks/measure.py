@@ -16,11 +16,12 @@ Work = Callable[[int], float]
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the command line asked for. `directory` is on the disk to measure, and is the benchmarks' own. `model` is a
-    folder that vLLM loads, for the benchmark that needs one."""
+    folder that vLLM loads, `traces` one with traces of requests, for the benchmarks that need one."""
 
     quick: bool
     directory: Path
     model: Path | None = None
+    traces: Path | None = None
 
     def rounds(self, full: int, quick: int) -> int:
         return quick if self.quick else full

@@ -3,7 +3,7 @@
 value    the median over the rounds, in `unit`; `low` and `high` hold eight rounds of ten between them
 limit    the median of what it stands beside (`beside`): a plain copy, raw disk, a bare echo
 ratio    value / limit, the median of the rounds' own ratios where both were measured in each round
-bar      what the project promises: a least or most ratio, or a most value
+bar      what the project promises: a least or most ratio, or a least or most value
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     least_ratio: float | None = None
     most_ratio: float | None = None
     most: float | None = None
+    least: float | None = None
     note: str = ""
     labels: dict[str, str] = {}  # what it is a figure of, for pages that put figures side by side
 
@@ -45,6 +46,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
             return self.ratio is not None and self.ratio <= self.most_ratio
         if self.most is not None:
             return self.value <= self.most
+        if self.least is not None:
+            return self.value >= self.least
         return None
 
 
@@ -154,6 +157,7 @@ def of_values(
     least_ratio: float | None = None,
     most_ratio: float | None = None,
     most: float | None = None,
+    least: float | None = None,
     note: str = "",
     labels: dict[str, str] | None = None,
 ) -> Figure:
@@ -175,6 +179,7 @@ def of_values(
         least_ratio=least_ratio,
         most_ratio=most_ratio,
         most=most,
+        least=least,
         note=note,
         labels=labels or {},
     )
@@ -242,6 +247,8 @@ def _row(figure: Figure) -> list[str]:
         promised = f"ratio <= {figure.most_ratio:g}"
     elif figure.most is not None:
         promised = f"<= {figure.most:g} {figure.unit}"
+    elif figure.least is not None:
+        promised = f">= {figure.least:g} {figure.unit}"
     verdict = {None: "", True: "[green]kept[/green]", False: "[red]missed[/red]"}[figure.is_met]
     return [
         figure.name + (f" ({figure.note})" if figure.note else ""),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from tierkv.replay.trace import Trace, TraceBuilder, TraceGroup, Verb
 
 BLOCK_TOKENS = 4
@@ -19,3 +21,17 @@ def trace_of_steps(*steps: tuple[Verb, str], gap: float = 1.0) -> Trace:
     for number, (verb, prompt) in enumerate(steps):
         builder.add(number * gap, verb, group, builder.path(group, prompt), len(prompt) * BLOCK_TOKENS)
     return builder.build("letters", "made by hand")
+
+
+def hits_of_lru(trace: Trace, capacity: int) -> int:
+    """Blocks of a plain LRU, a prompt's deepest block used first."""
+    there: OrderedDict[int, None] = OrderedDict()
+    found = 0
+    for step in trace.steps:
+        found += next((index for index, block in enumerate(step.blocks) if block not in there), len(step.blocks))
+        for block in reversed(step.blocks):
+            there.pop(block, None)
+            there[block] = None
+        while len(there) > capacity:
+            there.popitem(last=False)
+    return found

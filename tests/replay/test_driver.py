@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from typing import Any
 
 import pytest
 
-from tests.replay.small import BLOCK_BYTES, BLOCK_TOKENS, trace_of, trace_of_steps
+from tests.replay.small import BLOCK_BYTES, BLOCK_TOKENS, hits_of_lru, trace_of, trace_of_steps
 from tierkv.core.extent import Extent
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.errors import ConfigError
@@ -32,20 +31,6 @@ def random_trace(seed: int, prompts: int = 120) -> Trace:
     draw = random.Random(seed)
     words = ["".join(draw.choice("abc") for _ in range(draw.randint(1, 6))) for _ in range(30)]
     return trace_of(*(draw.choice(words[: draw.randint(1, 30)]) for _ in range(prompts)))
-
-
-def hits_of_lru(trace: Trace, capacity: int) -> int:
-    """Blocks of a plain LRU, a prompt's deepest block used first."""
-    there: OrderedDict[int, None] = OrderedDict()
-    found = 0
-    for step in trace.steps:
-        found += next((index for index, block in enumerate(step.blocks) if block not in there), len(step.blocks))
-        for block in reversed(step.blocks):
-            there.pop(block, None)
-            there[block] = None
-        while len(there) > capacity:
-            there.popitem(last=False)
-    return found
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tests.replay.small import BLOCK_BYTES, BLOCK_TOKENS, trace_of, trace_of_steps
-from tierkv.replay.cost import prefill_seconds
+from tierkv.core.value.cost import prefill_seconds
 from tierkv.replay.optimum import belady, infinite
 from tierkv.replay.trace import Trace, TraceBuilder, TraceGroup, Verb
 
@@ -64,7 +64,7 @@ def test_infinite_finds_everything_that_was_ever_stored() -> None:
 
 def test_seconds_are_those_of_the_blocks_that_were_found() -> None:
     bound = infinite(trace_of("abc", "abd"), RATE)
-    assert bound.saved_seconds == pytest.approx(prefill_seconds(2 * BLOCK_TOKENS, BLOCK_TOKENS, RATE))
+    assert bound.saved_seconds == pytest.approx(prefill_seconds(2 * BLOCK_TOKENS, 0, RATE))
 
 
 def test_among_blocks_of_several_sizes_there_is_no_answer() -> None:
@@ -73,9 +73,3 @@ def test_among_blocks_of_several_sizes_there_is_no_answer() -> None:
         group = builder.add_group(TraceGroup("g", 4, size))
         builder.add(0.0, Verb.SERVE, group, builder.path(group, "a"), 4)
     assert belady(builder.build("mixed", ""), 10, RATE) is None
-
-
-def test_later_blocks_cost_more() -> None:
-    assert prefill_seconds(512, 512, 12_000.0) == pytest.approx(512 / 12_000)
-    assert prefill_seconds(1024, 512, 12_000.0) == pytest.approx(512 / 12_000 * (2 + 512 / 40_000))
-    assert prefill_seconds(600, 512, 12_000.0) == pytest.approx(512 / 12_000 + 88 / 12_000 * (1 + 512 / 40_000))

@@ -19,13 +19,14 @@ from tierkv.core.instructions import Recovered
 from tierkv.core.ledger import Effect
 from tierkv.core.slabs import PAGE_BYTES
 from tierkv.core.state import CacheState, Limits
+from tierkv.core.value.cost import prefill_seconds
 from tierkv.errors import BrokenInvariant, ConfigError
-from tierkv.replay.cost import PREFILL_TOKENS_PER_SECOND, prefill_seconds
 from tierkv.replay.trace import Step, Trace, TraceGroup
 from tierkv.replay.worker import ObedientWorker
 
 EXTENT_BYTES = 16 * 2**20
 SLAB_BYTES = 64 * 2**20
+PREFILL_TOKENS_PER_SECOND = 12_000.0
 LOAD_BYTES_PER_SECOND = 12.8e9
 _SESSION = b"replay"
 _PATIENCE_SECONDS = 3_600.0
@@ -147,7 +148,7 @@ class _Run:
         group = self._groups[step.group]
         size, rate = group.block_tokens, self._setup.prefill_rate
         self._asked_tokens += step.tokens
-        self._prefill += prefill_seconds(step.tokens, size, rate)
+        self._prefill += prefill_seconds(step.tokens, 0, rate)
         if not keys:
             return None
         grant = self._new_grant()
@@ -167,7 +168,7 @@ class _Run:
             raise BrokenInvariant(f"a lease was refused in a replay: {answer.reason}")
         self._host_tokens += (answer.blocks - answer.nvme_blocks) * size
         self._nvme_tokens += answer.nvme_blocks * size
-        self._saved += prefill_seconds(answer.blocks * size, size, rate)
+        self._saved += prefill_seconds(answer.blocks * size, 0, rate)
         self._load += answer.nvme_blocks * group.block_bytes / self._setup.load_bytes_per_second
         return answer
 
@@ -260,6 +261,7 @@ def _limits(trace: Trace, setup: Setup) -> Limits:
         session_bytes=2**62,
         inflight_writes=8,
         inflight_reads=64,
+        prefill_tokens_per_second=setup.prefill_rate,
     )
 
 

@@ -11,7 +11,7 @@ import heapq
 from array import array
 from dataclasses import dataclass
 
-from tierkv.replay.cost import prefill_seconds
+from tierkv.core.value.cost import prefill_seconds
 from tierkv.replay.trace import Step, Trace
 
 _NEVER = 2**40
@@ -102,7 +102,7 @@ class _Hits:
     def count(self, step: Step, blocks: int) -> None:
         size = self._block_tokens[step.group]
         self._tokens += blocks * size
-        self._seconds += prefill_seconds(blocks * size, size, self._rate)
+        self._seconds += prefill_seconds(blocks * size, 0, self._rate)
 
     def bound(self) -> Bound:
         return Bound(self._tokens, self._seconds)
