@@ -142,7 +142,7 @@ class Engine:
         if response.will_close:
             self.close()
         if response.status >= 400:
-            raise PromptRefused(response.status, _problem(raw, response.reason))
+            raise PromptRefused(response.status, problem_in(raw, response.reason))
         self._has_answered = True
         try:
             return json.loads(raw)
@@ -174,7 +174,7 @@ class Engine:
         return f"{verb}: {error or type(error).__name__}"
 
 
-def _problem(raw: bytes, reason: str) -> str:
+def problem_in(raw: bytes, reason: str) -> str:
     """In the engine's words, if it says any."""
     try:
         value = json.loads(raw)

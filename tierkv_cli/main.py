@@ -28,6 +28,7 @@ COMMANDS = {
     "du": "Show what takes how much room.",
     "warmup": "Bring what saves most from NVMe to memory.",
     "why": "Show why a prompt or a request was not cached.",
+    "cliff": "Show what each restart has cost.",
     "verify": "Check every file on disk against its checksums.",
     "torture": "Put a node of its own under every fault there is.",
     "purge": "Make data unreachable and remove it from every tier.",

@@ -56,13 +56,13 @@ def send_prompts(
     from tierkv_cli.progress import Meter, Pace
     from tierkv_cli.reach import operator, wait_ready
 
-    address = _address(engine, api_key_env)
-    prompts = _prompts(path, skip)
+    address = address_of(engine, api_key_env)
+    prompts = read_prompts(path, skip)
     begun = time.monotonic()
     with operator(where) as node, Meter("warmup", as_json=as_json) as meter:
         wait_ready(node, meter)
         before = node.status()
-        crew = Crew(address, prompts, model or _model(address), concurrency)
+        crew = Crew(address, prompts, model or model_of(address), concurrency)
         pace = Pace()
         try:
             with crew.at_work():
@@ -84,7 +84,7 @@ def send_prompts(
     return 0 if outcome.is_complete else INCOMPLETE
 
 
-def _address(engine: str, api_key_env: str | None) -> Address:
+def address_of(engine: str, api_key_env: str | None) -> Address:
     key = ""
     if api_key_env is not None:
         key = os.environ.get(api_key_env, "")
@@ -96,7 +96,7 @@ def _address(engine: str, api_key_env: str | None) -> Address:
         raise _usage(f"--engine: {error}") from None
 
 
-def _prompts(path: str, skip: int) -> list[Prompt]:
+def read_prompts(path: str, skip: int = 0) -> list[Prompt]:
     """All are looked at before the first is sent."""
     try:
         lines = read_lines(path)
@@ -111,7 +111,7 @@ def _prompts(path: str, skip: int) -> list[Prompt]:
     return prompts[skip:]
 
 
-def _model(address: Address) -> str:
+def model_of(address: Address) -> str:
     engine = Engine(address)
     try:
         return engine.find_model()

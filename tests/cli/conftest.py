@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tierkv.core.starts import Start
 from tierkv.errors import NodeUnreachable
 from tierkv.wire.messages import (
     PinnedTier,
     PinsReply,
+    StartsReply,
     StatusReply,
     TierUsage,
     UsageReply,
@@ -64,6 +67,7 @@ class FakeNode:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cancelled: bool = False
     incarnation: int = 1
+    starts_known: tuple[Start, ...] = ()
 
     def is_connected(self) -> bool:
         return self.is_there
@@ -81,6 +85,10 @@ class FakeNode:
     def pins(self) -> PinsReply:
         self._require()
         return PinsReply(id=1, rows=(), tiers=self.pinned)
+
+    def starts(self) -> StartsReply:
+        self._require()
+        return StartsReply(id=1, starts=self.starts_known)
 
     def warmup(self, **arguments: Any) -> Iterator[Any]:
         return self._progress("warmup", arguments)
@@ -123,6 +131,14 @@ def node(monkeypatch: pytest.MonkeyPatch) -> FakeNode:
     fake = FakeNode(statuses=[status()])
     monkeypatch.setattr("tierkv_cli.reach.operator", lambda where: fake)
     return fake
+
+
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """For tests that draw: matplotlib keeps the fonts open that it has used, so it uses them here first."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    figure.subplots().set_title("0")
+    figure.savefig(io.BytesIO())
 
 
 def status(**changes: Any) -> StatusReply:

@@ -20,6 +20,7 @@ from tierkv.core.explanation import (
 )
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import ManifestEntry
+from tierkv.core.starts import LastEnd, Start, StartKind, Window
 from tierkv.wire.frames import encode
 from tierkv.wire.messages import (
     Abort,
@@ -66,6 +67,8 @@ from tierkv.wire.messages import (
     Seal,
     SealReply,
     SealWait,
+    Starts,
+    StartsReply,
     Status,
     StatusReply,
     TierUsage,
@@ -117,6 +120,8 @@ _IDENTITY = Identity(
     salt="tenant",
     epoch="",
 )
+
+_WINDOW = Window(5.0, 2.5, 100, {"host": 60, "nvme": 20}, 7, [0, 3], 0.25, 120.5, 30.5)
 
 _TIER = TierUsage(
     tier="nvme",
@@ -240,6 +245,7 @@ REQUESTS: tuple[Request, ...] = (
     ),
     Unpin(id=31, session=_TOKEN, pin=_GRANT, prefix="22" * 32),
     Pins(id=32, session=_TOKEN),
+    Starts(id=40, session=_TOKEN),
 )
 
 REPLIES: tuple[Reply, ...] = (
@@ -454,6 +460,29 @@ REPLIES: tuple[Reply, ...] = (
     PinReply(id=30, row=_PIN),
     UnpinReply(id=31, rows=(_PIN,)),
     PinsReply(id=32, rows=(_PIN,), tiers=(PinnedTier("host", 3, 1, 2),), unreadable=1),
+    StartsReply(
+        id=40,
+        starts=(
+            Start(
+                number=1_700_000_000_000,
+                kind=StartKind.FRONT,
+                began=1_700_000_000.5,
+                last_end=LastEnd.CRASHED,
+                problem="the front exited with 3",
+                last_heard=1_699_999_999.5,
+                boot="3f1c",
+                group="0a1b2c3d4e5f",
+                rate=12_000.0,
+                is_ready=True,
+                ready_seconds=2.5,
+                before=_WINDOW,
+                windows=(_WINDOW,),
+                late=(_WINDOW,),
+                heard=1_700_000_005.5,
+                ended=True,
+            ),
+        ),
+    ),
 )
 
 PACKETS: tuple[AnySessionMessage, ...] = (

@@ -40,6 +40,7 @@ from tierkv.client.operators import (
     pin_step,
     pins,
     purge_step,
+    starts,
     status,
     still_there,
     this_user,
@@ -63,6 +64,7 @@ from tierkv.wire.messages import (
     PinRow,
     PinsReply,
     PurgeReply,
+    StartsReply,
     StatusReply,
     TopReply,
     UsageReply,
@@ -145,6 +147,10 @@ class Operator:
 
     async def usage(self) -> UsageReply:
         return await self._run(usage(self._verbs))
+
+    async def starts(self) -> StartsReply:
+        """How the node has started, as far as its records go."""
+        return await self._run(starts(self._verbs))
 
     def warmup(
         self,

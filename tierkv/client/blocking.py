@@ -37,6 +37,7 @@ from tierkv.client.operators import (
     pins,
     purge_step,
     require_timeout,
+    starts,
     status,
     still_there,
     this_user,
@@ -60,6 +61,7 @@ from tierkv.wire.messages import (
     PinRow,
     PinsReply,
     PurgeReply,
+    StartsReply,
     StatusReply,
     TopReply,
     UsageReply,
@@ -137,6 +139,10 @@ class Operator:
 
     def usage(self) -> UsageReply:
         return self._run(usage(self._verbs))
+
+    def starts(self) -> StartsReply:
+        """How the node has started, as far as its records go."""
+        return self._run(starts(self._verbs))
 
     def warmup(
         self,

@@ -31,6 +31,8 @@ from tierkv.wire.messages import (
     PurgeReply,
     Reply,
     Request,
+    Starts,
+    StartsReply,
     Status,
     StatusReply,
     Top,
@@ -67,6 +69,10 @@ def status(verbs: Verbs) -> Verb[StatusReply]:
 
 def usage(verbs: Verbs) -> Verb[UsageReply]:
     return (yield from _insist(verbs, Usage, UsageReply))
+
+
+def starts(verbs: Verbs) -> Verb[StartsReply]:
+    return (yield from _insist(verbs, Starts, StartsReply))
 
 
 def warmup_step(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class Counters:
     asked_tokens: int = 0  # of acquires
+    asked_prefill_seconds: float = 0.0  # what computing all of these would cost an engine
+    missed_prefill_seconds: float = 0.0  # and those that were not granted
     hit_tokens: Counter[str] = field(default_factory=Counter)  # by the tier they came from
     stored_tokens: int = 0  # became visible
     duplicate_blocks: int = 0

@@ -17,6 +17,7 @@ from tierkv.core.eviction_report import EvictionReport
 from tierkv.core.identity import Identity
 from tierkv.core.journal import EvictionRow, Posting, RegretRow
 from tierkv.core.reasons import Reason
+from tierkv.core.starts import Start
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -288,6 +289,13 @@ class Reckon(Instruction, frozen=True, tag=True):
     resolution: str = ""
 
 
+class KeepStart(Instruction, frozen=True, tag=True):
+    """Keep the record of a start, in the place of what was kept of it before. Not reported: one that can't be written
+    now is written with its next window."""
+
+    start: Start
+
+
 class Stop(Instruction, frozen=True, tag=True):
     """Finish what was taken on, flush the index, report Stopped, end. `budget_seconds` bounds all of it."""
 
@@ -351,6 +359,12 @@ class Recovered(Report, frozen=True, tag=True):
     temp_bytes: int = 0
     hidden_bytes: int = 0
     unreadable_pins: int = 0
+
+
+class StartsFound(Report, frozen=True, tag=True):
+    """Records of earlier starts. Told before Recovered."""
+
+    starts: tuple[Start, ...]
 
 
 class WriteDone(Report, frozen=True, tag=True):
@@ -590,6 +604,7 @@ AnyInstruction = (
     | ReadJournal
     | CountFiles
     | Reckon
+    | KeepStart
     | Stop
 )
 AnyReport = (
@@ -597,6 +612,7 @@ AnyReport = (
     | Rows
     | RecoveryProgress
     | Recovered
+    | StartsFound
     | WriteDone
     | ReadDone
     | RemoveDone

@@ -88,7 +88,7 @@ class Leases:
         ledger.recent.note(record)
         path = _clip(path, allowed)
         if not path:
-            ledger.counts.asked_tokens += asked * shape.block_tokens
+            self._count_asked(asked * shape.block_tokens, 0)
             ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
             record.answer(0, 0, reason, now)
             return _empty_lease(grant, cached, reason)
@@ -249,7 +249,7 @@ class Leases:
         lease.path = kept
         tokens = ledger.groups[lease.group].block_tokens
         nvme_blocks = max(0, blocks - lease.host_blocks)
-        ledger.counts.asked_tokens += lease.asked_blocks * tokens
+        self._count_asked(lease.asked_blocks * tokens, blocks * tokens)
         ledger.counts.hit_tokens["host"] += (blocks - nvme_blocks) * tokens
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
         if lease.shortened is not None:
@@ -276,6 +276,13 @@ class Leases:
             ledger.groups[lease.group].was_hit = True
         else:
             self._end(lease, Reason.GRANT_ENDED)
+
+    def _count_asked(self, asked_tokens: int, granted_tokens: int) -> None:
+        counts = self._ledger.counts
+        counts.asked_tokens += asked_tokens
+        rate = self._ledger.limits.prefill_tokens_per_second
+        counts.asked_prefill_seconds += prefill_seconds(asked_tokens, 0, rate)
+        counts.missed_prefill_seconds += prefill_seconds(asked_tokens - granted_tokens, granted_tokens, rate)
 
     def _part(self, path: list[Segment], rank: int) -> Part:
         offsets: list[int] = []

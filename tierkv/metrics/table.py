@@ -128,6 +128,16 @@ METRICS: tuple[Declared, ...] = (
         "missed_tokens_total", "counter", "tokens", (), "Of these, tokens not granted: asked = hit + missed.",
         _one(_missed),
     ),
+    Declared(
+        "asked_prefill_seconds_total", "counter", "seconds", (),
+        "What computing all tokens asked for would cost an engine, by prefill_tokens_per_second and their positions.",
+        _one(lambda s: s.core.asked_prefill_seconds),
+    ),
+    Declared(
+        "missed_prefill_seconds_total", "counter", "seconds", (),
+        "Of these, for tokens not granted. What is left was saved.",
+        _one(lambda s: s.core.missed_prefill_seconds),
+    ),
     Declared("granted_leases_total", "counter", "", (), "Leases granted.", _one(lambda s: s.core.leases)),
     Declared(
         "shortened_leases_total", "counter", "", ("reason",), "Leases on less than was cached.",
@@ -267,6 +277,13 @@ METRICS: tuple[Declared, ...] = (
     Declared("leases", "gauge", "leases", (), "Leases held.", _one(lambda s: s.leases)),
     Declared("tickets", "gauge", "tickets", (), "Tickets held.", _one(lambda s: s.tickets)),
 )  # fmt: skip
+
+
+def declared_name(name: str) -> str:
+    """The full name of a metric that is in the table. KeyError for one that is not."""
+    if name not in {one.name for one in METRICS}:
+        raise KeyError(f"no metric {name!r} is declared")
+    return PREFIX + name
 
 
 _PAGE_HEAD = """\

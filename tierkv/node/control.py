@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tierkv.core.starts import LastEnd
 from tierkv.errors import TierkvError, WireError
 
 MAX_PACKET_BYTES = 65_536
@@ -59,13 +60,17 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
     """First message to a front, with the generations descriptor. `host_bytes` of the settings is the arena's size, and
     `host_limit_bytes` what of it may be used for now. `data_dir_problem` is why there is no NVMe tier where one was
-    asked for. Zeros: see clock.py."""
+    asked for. `last_end` and `end_problem`: how the front before this one ended, None for the first. `boot` tells one
+    run of the machine from the next. Zeros: see clock.py."""
 
     settings: FrontSettings
     incarnation: int
     supervisor_pid: int
     front_restarts: int
     data_dir_problem: str = ""
+    last_end: LastEnd | None = None
+    end_problem: str = ""
+    boot: str = ""
     host_limit_bytes: int
     earlier_bytes: int = 0
     wall_zero: float

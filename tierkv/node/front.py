@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
-from tierkv.core.instructions import AnyReport, Recovered, TierHealth, Zero, Zeroed
+from tierkv.core.instructions import AnyReport, KeepStart, Recovered, StartsFound, TierHealth, Zero, Zeroed
 from tierkv.core.reasons import Reason
+from tierkv.core.starts import Window
 from tierkv.core.state import CacheState, Limits
 from tierkv.errors import ConfigError, TierkvError, WireError
 from tierkv.node.arena import PAGE_BYTES, seal_against_writers
@@ -68,8 +69,10 @@ from tierkv.node.recording import Recording
 from tierkv.node.router import Router
 from tierkv.node.scrape import Scrape
 from tierkv.node.service import NodeFacts, Service
+from tierkv.node.start_recorder import StartRecorder, taken
 from tierkv.node.survey import NodeState, Survey
 from tierkv.node.watchdog import Verdict, Watchdog
+from tierkv.wire.messages import StartsReply
 from tierkv.workers.lifeline import end_with_parent
 
 if TYPE_CHECKING:
@@ -143,6 +146,15 @@ class Front:
             ping_seconds=self._watchdog.step_seconds if settings.hang_seconds else 0.0,
         )
         self._survey = Survey(self._core, self._outbox, self._node)
+        self._starts = StartRecorder(
+            number=begin.incarnation,
+            began=begin.wall_zero if begin.last_end is None else begin.incarnation / 1_000,
+            rate=settings.prefill_tokens_per_second,
+            keep=lambda start: self._core.instruct(KeepStart(start), self._now()),
+            boot=begin.boot,
+            last_end=begin.last_end,
+            problem=begin.end_problem,
+        )
         self._service = Service(
             self._core,
             SessionTable(self._take_control),
@@ -157,6 +169,8 @@ class Front:
             ),
             status=self._survey.status,
             usage=self._survey.usage,
+            starts=lambda request_id: StartsReply(id=request_id, starts=self._starts.all()),
+            opened=self._note_opened,
         )
         self._is_directory_gone = False
         self._draining: Draining | None = None
@@ -171,6 +185,8 @@ class Front:
         self._service.host_limit(begin.host_limit_bytes, self._now(), earlier_bytes=begin.earlier_bytes)
         if self._has_nvme:
             _begin_bulk_loading()
+        else:
+            self._starts.ready(self._now(), self._so_far())
 
     # ---- the loop
 
@@ -237,6 +253,7 @@ class Front:
         self._wakeup = self._service.next_wakeup()
         if self._wakeup is not None:
             times.append(self._wakeup - now)
+        times.append(self._starts.next_due - now)
         if self._draining is not None:
             times.append(self._draining.next_wakeup() - now)
         if self._service.has_idle_work:
@@ -254,6 +271,8 @@ class Front:
         """What was due when the wait began. What this round has made due comes next round: it costs no wait."""
         if self._wakeup is not None and self._wakeup <= (now := self._now()):
             self._service.tick(now)
+        if self._starts.next_due <= (now := self._now()):
+            self._starts.look(now, self._so_far())
         if self._next_socket_check <= time.monotonic():
             self._next_socket_check = time.monotonic() + SOCKET_CHECK_SECONDS
             self._router.rebind_if_deleted()
@@ -282,7 +301,9 @@ class Front:
         now = self._now()
         match message:
             case SessionOpened():
-                self._service.open_session(FrontSession(message.token, message.client, message.maps_arena), now)
+                self._service.open_session(
+                    FrontSession(message.token, message.client, message.maps_arena, message.pid), now
+                )
             case SessionClosed():
                 self._service.close_session(message.token)
             case SessionEnded():
@@ -320,6 +341,7 @@ class Front:
     def _shut_down(self, budget_seconds: float, now: float) -> None:
         self._node.is_stopping = True
         if self._draining is None:
+            self._starts.end(now, self._so_far())
             self._draining = Draining(self._core, self._service, budget_seconds, now)
         else:
             self._draining.shorten(budget_seconds, now)
@@ -339,13 +361,23 @@ class Front:
         for report in reports:
             self._on_report(report, now)
 
+    def _so_far(self) -> Window:
+        return taken(self._core.state.counts, self._outbox.latencies.get("Acquire"))
+
+    def _note_opened(self, group: bytes, pid: int, is_used: bool) -> None:
+        self._starts.opened(group, pid, is_used=is_used, now=self._now(), so_far=self._so_far())
+
     def _on_report(self, report: AnyReport, now: float) -> None:
         self._nvme_room.note(report)
         if isinstance(report, Recovered):
             self._set_nvme_room(self._nvme_room.at_recovery(), now)
+        if isinstance(report, StartsFound):
+            self._starts.found(report.starts)
+            return
         self._service.on_report(report, now)
         if isinstance(report, Recovered):  # said once it is so: the supervisor tells everybody that the node is ready
             _end_bulk_loading()
+            self._starts.ready(now, self._so_far())
             self._control.send(WorkerRecovered(pid=self._mover.worker.pid))
         if isinstance(report, TierHealth):
             self._tell_of_directory(report)

@@ -16,6 +16,7 @@ class FrontSession:
     token: bytes
     client: str
     maps_arena: bool
+    pid: int = 0
     is_closed: bool = False
     is_slow: bool = False
     groups: set[bytes] = field(default_factory=set)
@@ -57,6 +58,13 @@ class SessionTable:
             self._catch_up()
             session = self._sessions.get(token)
         return session
+
+    def is_used(self, group: bytes, *, beside: bytes) -> bool:
+        """Whether a session that may ask has the group open, another than `beside`."""
+        return any(
+            group in session.groups and not session.is_closed and session.token != beside
+            for session in self._sessions.values()
+        )
 
     def has_closed(self, holders: Iterable[bytes]) -> bool:
         """Whether one of them takes no part any more, though its process lives: it could never say that its copies have

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tierkv.config import Settings
+from tierkv.core.starts import LastEnd
 from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only, populate_stretches
 from tierkv.node.arena_wiper import ArenaWiper
 from tierkv.node.children import Child
@@ -37,6 +38,9 @@ class Incarnation:
         data_dir_problem: str = "",
         earlier_bytes: int = 0,
         recorder: Sequence[int] = (),
+        last_end: LastEnd | None = None,
+        end_problem: str = "",
+        boot: str = "",
     ) -> None:
         """`recorder` is the descriptor that the front sends to what it has recorded, where that is done."""
         self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
@@ -68,6 +72,9 @@ class Incarnation:
             supervisor_pid=os.getpid(),
             front_restarts=front_restarts,
             data_dir_problem=data_dir_problem,
+            last_end=last_end,
+            end_problem=end_problem,
+            boot=boot,
             host_limit_bytes=0,
             earlier_bytes=earlier_bytes,
             wall_zero=clock.wall_zero,

@@ -1,4 +1,4 @@
-"""Requests of operators: Status, Usage, Warmup, Verify, Purge, Explain, Top, Pin, Unpin, Pins."""
+"""Requests of operators: Status, Usage, Starts, Warmup, Verify, Purge, Explain, Top, Pin, Unpin, Pins."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tierkv.node.pinning import Pinning
 from tierkv.node.purging import Purging
 from tierkv.node.replies import no_warmup, warmup_reply
 from tierkv.node.waiting import Asker
-from tierkv.wire.messages import Error, ErrorCode, Purge, Reply, Request, Status, Usage, Verify, Warmup
+from tierkv.wire.messages import Error, ErrorCode, Purge, Reply, Request, Starts, Status, Usage, Verify, Warmup
 
 
 class Operating:
-    """`status(request_id, now)` and `usage(request_id)` make those two replies."""
+    """`status(request_id, now)`, `usage(request_id)` and `starts(request_id)` make those three replies."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Operating:
         is_read_only: bool,
         status: Callable[[int, float], Reply],
         usage: Callable[[int], Reply],
+        starts: Callable[[int], Reply],
     ) -> None:
         self._core = core
         self._state = core.state
@@ -37,6 +38,7 @@ class Operating:
         self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Status: lambda request, _asker, now: status(request.id, now),
             Usage: lambda request, _asker, _now: usage(request.id),
+            Starts: lambda request, _asker, _now: starts(request.id),
             Warmup: self._warmup,
             Verify: self._verify,
             Purge: Purging(core, is_read_only=is_read_only).ask,

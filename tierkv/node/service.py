@@ -41,6 +41,8 @@ from tierkv.wire.messages import (
     Release,
     Reply,
     Request,
+    Starts,
+    StartsReply,
     Status,
     Top,
     Usage,
@@ -48,8 +50,8 @@ from tierkv.wire.messages import (
 
 MAX_GROUPS = 10_000
 
-_WHILE_RECOVERING = (Hello, Status, OpenGroup, Top)
-_WHILE_STOPPING = (Hello, Status, Usage, Top, Commit, Abort, Release)
+_WHILE_RECOVERING = (Hello, Status, OpenGroup, Top, Starts)
+_WHILE_STOPPING = (Hello, Status, Usage, Top, Starts, Commit, Abort, Release)
 _WHEN_SLOW = (Commit, Abort, Release)
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,11 @@ class Service:
         *,
         status: Callable[[int, float], Reply],
         usage: Callable[[int], Reply],
+        starts: Callable[[int], Reply] = lambda request_id: StartsReply(id=request_id, starts=()),
+        opened: Callable[[bytes, int, bool], None] = lambda _group, _pid, _is_used: None,
     ) -> None:
+        """`opened(group, pid, is_used)` is told that a process works with a group; `is_used`: so does another."""
+        self._opened = opened
         self.is_stopping = False
         self._core = core
         self._state = core.state
@@ -89,7 +95,7 @@ class Service:
         self._reading = Reading(core, sessions, outbox)
         self._writing = Writing(core, sessions, outbox)
         self._operating = Operating(
-            core, has_nvme=facts.has_nvme, is_read_only=facts.is_read_only, status=status, usage=usage
+            core, has_nvme=facts.has_nvme, is_read_only=facts.is_read_only, status=status, usage=usage, starts=starts
         )
         self._handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Hello: self._hello,
@@ -173,6 +179,7 @@ class Service:
         self._core.recording.open_group(spec)
         session = self._sessions.find(asker.session)
         assert session is not None, "checked before"
+        self._opened(group, session.pid, self._sessions.is_used(group, beside=session.token))
         session.groups.add(group)
         return OpenGroupReply(id=request.id, group=group, persistent=reason is None, reason=reason or "")
 

@@ -52,3 +52,11 @@ def require_recording(settings: Settings) -> None:
         os.close(os.open(settings.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except OSError as error:
         raise ConfigError("record", f"{settings.record} can't be written: {error.strerror}") from error
+
+
+def read_boot() -> str:
+    """Tells this run of the machine from the ones before and after it; empty where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from tierkv.config import Settings
+from tierkv.core.starts import LastEnd
 from tierkv.errors import ConfigError, DataDirectoryNewer, IncompleteError, TierkvError, WireError
 from tierkv.node.admission import Admission
 from tierkv.node.arena import are_huge_pages_possible
@@ -63,6 +64,7 @@ from tierkv.node.socket_folder import (
 )
 from tierkv.node.start_checks import (
     raise_descriptor_limit,
+    read_boot,
     require_metrics_address,
     require_purge_records,
     require_recording,
@@ -177,6 +179,9 @@ class Supervisor:
         self._growth_due: float | None = None
         self._socket_check_due = time.monotonic() + SOCKET_CHECK_SECONDS
         self._socket_inode = self._find_socket()
+        self._boot = read_boot()
+        self._last_end: LastEnd | None = None
+        self._end_problem = ""
         self._was_ready = False
         self._was_announced = False
         self._index_suspicion = IndexSuspicion()
@@ -291,6 +296,9 @@ class Supervisor:
                 data_dir_problem=self._data_dir_problem,
                 earlier_bytes=self._host_share.held_bytes,
                 recorder=self._recorder.front_end(),
+                last_end=self._last_end,
+                end_problem=self._end_problem,
+                boot=self._boot,
             )
         except ConfigError as error:
             log.error("no new front: %s", error)
@@ -342,6 +350,8 @@ class Supervisor:
         assert incarnation is not None
         if not (self._is_stopping and self._drained is not None):
             log.error("front %d %s", incarnation.front.pid, how)
+        self._last_end = LastEnd.KILLED if incarnation.front.was_killed else LastEnd.CRASHED
+        self._end_problem = f"front {how}"
         self._incarnation = None
         self._leftover = incarnation.worker
         self._worker_due = self._growth_due = self._retake_due = None

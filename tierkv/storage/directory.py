@@ -3,7 +3,7 @@
     DATA/
       LOCK          the node's (made before anything else here; a directory with it alone counts as empty)
       FORMAT        store id and format version; made first, renamed into place last
-      models/ tmp/ quarantine/ index/ digests/ purges/ pins/
+      models/ tmp/ quarantine/ index/ digests/ purges/ pins/ journal/ starts/
 
 No path is ever followed through a symbolic link: directories are opened one component after the other, each with
 O_NOFOLLOW, relative to the one before. Directories are 0700 and files 0600 whatever the umask.
@@ -33,14 +33,14 @@ from pathlib import Path
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
-from tierkv.storage.names import DIGESTS, INDEX, JOURNAL, MODELS, PINS, PURGES, QUARANTINE, TEMP, Parts
+from tierkv.storage.names import DIGESTS, INDEX, JOURNAL, MODELS, PINS, PURGES, QUARANTINE, STARTS, TEMP, Parts
 from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, open_root, read_or_make_stamp
 from tierkv.storage.system_calls import call
 
 __all__ = ["DataDirectory", "Space", "Cleared", "PAGE_BYTES", "FOLDERS", "FORMAT", "LOCK", "DIRECT_REFUSED"]
 
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
-FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS, JOURNAL)
+FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS, JOURNAL, STARTS)
 PROBE_SECONDS = 10.0
 DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")  # how file systems say that they don't take O_DIRECT
 

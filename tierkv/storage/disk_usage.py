@@ -23,6 +23,7 @@ from tierkv.storage.names import (
     PINS,
     PURGES,
     QUARANTINE,
+    STARTS,
     TEMP,
     ExtentName,
     Parts,
@@ -42,6 +43,7 @@ _OF_A_FOLDER = {
     JOURNAL: "journal",
     PURGES: "descriptions",
     PINS: "descriptions",
+    STARTS: "descriptions",
 }
 
 

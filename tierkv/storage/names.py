@@ -15,7 +15,7 @@ from tierkv.core.identity import GROUP_KEY_BYTES
 from tierkv.core.keys import KEY_BYTES
 
 MODELS, TEMP, QUARANTINE, INDEX, DIGESTS = "models", "tmp", "quarantine", "index", "digests"
-PURGES, PINS, JOURNAL = "purges", "pins", "journal"
+PURGES, PINS, JOURNAL, STARTS = "purges", "pins", "journal", "starts"
 EXTENT_SUFFIX = ".kv"
 MAX_RANK = 65_535
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 from tierkv.core.explanation import Asked, Namespace, Trace
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
+from tierkv.core.starts import Start
 
 PROTOCOL_VERSION = 1
 
@@ -830,6 +831,22 @@ class Pins(Request, frozen=True, kw_only=True, tag=True):
     reply: ClassVar[type[Reply]] = PinsReply
 
 
+# ---- records of starts
+
+
+class StartsReply(Reply, frozen=True, kw_only=True, tag=True):
+    """The oldest first; the last of kind `node` or `front` is the life that answers."""
+
+    starts: tuple[Start, ...]
+
+
+class Starts(Request, frozen=True, kw_only=True, tag=True):
+    """How this node has started, as far as its records go, and what was asked of it then. Answered also while it
+    recovers."""
+
+    reply: ClassVar[type[Reply]] = StartsReply
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -853,6 +870,7 @@ AnyRequest = (
     | Pin
     | Unpin
     | Pins
+    | Starts
 )
 AnyReply = (
     Error
@@ -876,4 +894,5 @@ AnyReply = (
     | PinReply
     | UnpinReply
     | PinsReply
+    | StartsReply
 )

@@ -33,6 +33,7 @@ from tierkv.core.instructions import (
     CountFiles,
     ForgetPin,
     JournalRows,
+    KeepStart,
     OpenNamespace,
     OpFailed,
     Read,
@@ -45,6 +46,7 @@ from tierkv.core.instructions import (
     Report,
     Scrub,
     SetAside,
+    StartsFound,
     Stop,
     Stopped,
     SweepPurge,
@@ -78,6 +80,7 @@ from tierkv.workers.quiet_log import QuietLog
 from tierkv.workers.reconciler import Reconciler
 from tierkv.workers.roll import Roll
 from tierkv.workers.scrubber import Scrubber
+from tierkv.workers.start_keeper import StartKeeper
 from tierkv.workers.tier_gate import TierGate
 from tierkv.workers.tier_health import PERIOD_SECONDS, HealthWatch
 from tierkv.workers.worker_config import WorkerConfig
@@ -235,6 +238,7 @@ class StorageWorker:
         )
         self._stack.callback(self._purger.close, CLOSE_SECONDS)
         self._pin_keeper = PinKeeper(directory, self._gate, self._report)
+        self._starts = StartKeeper(directory, self._gate, self._quiet)
         self._reconciler = Reconciler(
             directory, self._catalog, self._operations, self._queue, seconds=config.reconcile_seconds
         )
@@ -285,6 +289,7 @@ class StorageWorker:
 
     def _recover(self) -> None:
         if self._config.sends_rows:
+            self._report([StartsFound(self._starts.find())])
             recovered = recover(
                 self._directory,
                 self._catalog,
@@ -356,6 +361,9 @@ class StorageWorker:
                 self._bookkeeper.count(instruction)
             case Reckon():
                 self._bookkeeper.reckon(instruction)
+            case KeepStart():
+                run = partial(self._starts.keep, instruction.start)
+                self._submit("starts", Urgency.WRITE, run, timeout_seconds=0)  # busy: with its next window
             case Stop():
                 pass  # `run` has seen to it
 

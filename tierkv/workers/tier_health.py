@@ -16,7 +16,7 @@ from tierkv.errors import DamagedFile, ForeignFile, StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Space
 from tierkv.storage.extent_header import open_regular
-from tierkv.storage.names import DIGESTS, JOURNAL, TEMP, ExtentName, Parts
+from tierkv.storage.names import DIGESTS, JOURNAL, STARTS, TEMP, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
@@ -164,7 +164,8 @@ class HealthWatch:
         index_bytes = self._catalog.file_bytes()
         writing_bytes = self._gate.writing_bytes
         journal = self._journal()
-        beside = max(0, temp_bytes - writing_bytes) + self._folder_bytes((DIGESTS,)) + self._folder_bytes((JOURNAL,))
+        ours = sum(self._folder_bytes((name,)) for name in (DIGESTS, JOURNAL, STARTS))
+        beside = max(0, temp_bytes - writing_bytes) + ours
         growth = GROWTH_BYTES + index_bytes // 8
         return TierHealth(
             writable=True,

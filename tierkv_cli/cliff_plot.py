@@ -1,0 +1,98 @@
+"""The picture of a cliff."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierkv_cli.plot import quiet
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tierkv.metrics.cliff import Cliff
+    from tierkv_cli.cliff_live import Measured
+
+COLORS = {"gpu": "#31688e", "host": "#35b779", "nvme": "#b5de2b", "disk": "#fde725"}
+USUAL, AWAY, BACK = "#444444", "#d9d9d9", "#b2182b"
+
+
+def draw_start(figure: Figure, cliff: Cliff) -> None:
+    """Hit rate by tier and estimated time to first token of a start's first ten minutes, against what was usual."""
+    from tierkv.metrics.cliff import figures
+
+    start, usual = cliff.start, cliff.usual
+    windows = start.windows
+    found = [figures(window) for window in windows]
+    ends = windows[-1].ends
+    away = cliff.away_seconds or 0.0
+    left = -max(0.12 * ends, away * 1.5)
+    hits, times = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    tiers = [tier for tier in COLORS if any(one.hit_tokens.get(tier) for one in found)]
+    for window, one in zip(windows, found, strict=True):
+        if not one.asked_tokens:
+            continue
+        bottom = 0.0
+        for tier in tiers:
+            share = 100 * one.hit_tokens.get(tier, 0) / one.asked_tokens
+            hits.bar(window.begins, share, window.seconds, bottom, align="edge", color=COLORS[tier], linewidth=0)
+            bottom += share
+        if one.first_token_seconds is not None:
+            times.hlines(one.first_token_seconds, window.begins, window.ends, color="#31688e", linewidth=2.5)
+    for tier in tiers:
+        hits.bar(0, 0, 0, color=COLORS[tier], label=f"hits from {tier}")
+    if usual is not None and usual.hit_rate is not None:
+        where = "before the restart" if cliff.usual_from == "before" else "later"
+        hits.axhline(100 * usual.hit_rate, color=USUAL, linestyle="--", linewidth=1.2, label=f"usual ({where})")
+        hits.axhline(90 * usual.hit_rate, color=USUAL, linestyle=":", linewidth=1, label="90 % of it")
+        if usual.first_token_seconds is not None:
+            times.axhline(usual.first_token_seconds, color=USUAL, linestyle="--", linewidth=1.2, label="usual")
+    for axes in (hits, times):
+        if away:
+            axes.axvspan(-away, 0, color=AWAY, label=f"away ({away:.1f} s)" if axes is hits else None)
+        axes.axvline(0, color="black", linewidth=0.8)
+        if cliff.back_seconds is not None:
+            label = f"back after {cliff.back_seconds:.0f} s" if axes is hits else None
+            axes.axvline(cliff.back_seconds, color=BACK, linewidth=1.2, label=label)
+        axes.set_xlim(left, ends)
+        quiet(axes)
+    hits.set_ylim(0, 100)
+    hits.set_ylabel("hits, % of tokens asked")
+    hits.legend(loc="lower right", fontsize=8, framealpha=0.9)
+    times.set_ylim(bottom=0)
+    times.set_ylabel("time to first token,\nestimated, s")
+    times.set_xlabel("seconds since the node was ready")
+    hits.set_title(_title(cliff), fontsize=10)
+
+
+def draw_measured(figure: Figure, measured: Measured) -> None:
+    """Each prompt's time to first token, before the restart and after it."""
+    axes = figure.subplots()
+    before, after = measured.before, measured.after
+    offset = max((one.at for one in before), default=0.0)
+    axes.plot([one.at - offset for one in before], [one.first_token_seconds for one in before], ".", color="#35b779")
+    axes.plot([one.at for one in after], [one.first_token_seconds for one in after], ".", color=BACK)
+    for name, some, color in (("before", before, "#35b779"), ("after", after, BACK)):
+        median = measured.median(some)
+        if median is not None:
+            left, right = (-offset, 0.0) if some is before else (0.0, max(one.at for one in some))
+            axes.hlines(median, left, right, color=color, linewidth=1.5, label=f"{name}: median {median:.3f} s")
+    axes.axvline(0, color="black", linewidth=0.8)
+    away = measured.away_seconds
+    gap = f"restart: the endpoint was away for {away:.0f} s, which is left out" if away else "restart"
+    axes.set_title(f"time to first token at {measured.url}, {measured.model}\n{gap}", fontsize=10)
+    axes.set_xlabel("seconds before the restart and after it")
+    axes.set_ylabel("time to first token, s")
+    axes.set_ylim(bottom=0)
+    quiet(axes)
+    if before or after:
+        axes.legend(fontsize=8)
+
+
+def _title(cliff: Cliff) -> str:
+    from tierkv_cli.cliff import ENDS, short_seconds, when
+
+    start = cliff.start
+    what = f"engine of group {start.group}" if start.kind == "engine" else start.kind
+    ended = "" if start.kind == "engine" else f" ({ENDS.get(start.last_end, start.last_end)})"
+    cost = "" if cliff.cost_seconds is None else f": {short_seconds(cliff.cost_seconds)} of prefill done again"
+    return f"start of the {what}{ended}, {when(start.began)}{cost}"
