@@ -214,3 +214,37 @@ def test_an_inline_directory_whose_sockets_would_have_too_long_a_path_is_refused
 
 def test_a_user_must_be_able_to_hold_something():
     assert refusal(inline_users="1", inline_bytes="1").field == "inline_bytes"
+
+
+@pytest.mark.parametrize(
+    ("ttl", "problem"),
+    [
+        ("acme", "isn't a tenant and its time"),
+        ("acme=7", "isn't a span of time"),
+        ("acme=0s", "no time at all"),
+        ("acme=7d,acme=8d", "acme comes twice"),
+        ("digest:12=7d", "digest:0123abcd"),
+        ("=7d", "has no name"),
+        (7, "isn't a list of times"),
+    ],
+)
+def test_a_list_of_times_that_is_none_names_what_is_wrong(ttl, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        settings(ttl=ttl)
+    assert caught.value.field == "ttl"
+
+
+def test_a_list_of_times_is_read_in_order_and_a_salt_may_have_an_equals_sign():
+    assert settings(ttl=" a=b=1d ,default = 2h").ttl_rules == (("a=b", 86_400.0), ("default", 7_200.0))
+    assert settings().ttl_rules == ()
+
+
+@pytest.mark.parametrize(("given", "share"), [("10%", 0.1), ("12.5 %", 0.125), ("0.25", 0.25), (0, 0.0), (1, 1.0)])
+def test_a_share_is_a_percentage_or_a_part_of_one(given, share):
+    assert settings(pinned_share=given).pinned_share == share
+
+
+@pytest.mark.parametrize("given", ["10", "101%", "-1", 1.5, "half", True, "1/2"])
+def test_what_is_no_share_is_refused(given):
+    with pytest.raises(ConfigError, match="isn't a share"):
+        settings(pinned_share=given)

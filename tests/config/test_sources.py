@@ -39,6 +39,7 @@ VALUES = {
     "session_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "quarantine_bytes": ("1", "2", 3),
     "quarantine_days": ("1", "2", 3.5),
+    "ttl": ('"a=1d"', "b=2d", "c=3d"),
     "pinned_share": ('"5%"', "20%", 0.3),
     "journal_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "journal_days": ("1", "2", 3.5),

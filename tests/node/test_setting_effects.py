@@ -63,6 +63,10 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
     "quarantine_days": ({"quarantine_seconds": worker}, "tests/storage/test_quarantine.py::test_what_is_too_old_goes"),
+    "ttl": (
+        {"ttl": limits},
+        "e2e/test_expiry.py::test_what_a_tenant_has_not_used_for_its_time_is_gone_from_every_tier_also_over_a_restart",
+    ),
     "pinned_share": (
         {"pinned_share": limits},
         "tests/core/test_pins.py::test_pins_can_not_fill_a_tier_and_the_refusal_says_who_has_what",

@@ -15,7 +15,12 @@ from typing import Any
 
 from pydantic import BeforeValidator, ValidationInfo
 
+from tierkv.config.spans import parse_span
+from tierkv.core.expiry import DEFAULT
+from tierkv.core.tenancy import TenantName
 from tierkv.errors import ConfigError
+
+_TTL_EXAMPLE = '"acme=7d, default=30d"'
 
 MAX_NUMBER = 10**9
 MAX_USERS = 64
@@ -46,6 +51,30 @@ def parse_positive(value: object) -> float:
     if number == 0:
         raise ValueError("0 isn't possible here; write a number above 0, like 10 or 2.5")
     return number
+
+
+def parse_ttl(value: object) -> str:
+    """How long each tenant's data is kept when nobody uses it, as it is written. `ttl_rules` reads it again."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} isn't a list of times; write one like {_TTL_EXAMPLE}")
+    ttl_rules(value)
+    return ", ".join(one.strip() for one in value.split(",")) if value.strip() else ""
+
+
+def ttl_rules(text: str) -> tuple[tuple[str, float], ...]:
+    """(name of tenants, seconds), in order. ValueError for what is no such list."""
+    rules = {}
+    for one in text.split(",") if text.strip() else ():
+        name, equals, span = (part.strip() for part in one.rpartition("="))
+        if not equals:
+            raise ValueError(f"{one.strip()!r} isn't a tenant and its time; write a list like {_TTL_EXAMPLE}")
+        seconds = parse_span(span)
+        if name != DEFAULT:
+            TenantName(name)
+        if name in rules:
+            raise ValueError(f"{name} comes twice")
+        rules[name] = seconds
+    return tuple(rules.items())
 
 
 def parse_share(value: object) -> float:

@@ -22,7 +22,9 @@ from tierkv.config.parsers import (
     parse_positive,
     parse_share,
     parse_switch,
+    parse_ttl,
     parse_users,
+    ttl_rules,
     user_numbers,
     whole,
 )
@@ -112,6 +114,13 @@ class Settings(BaseModel):
         GiB, "Damaged files that are kept for a look, oldest removed first. Part of nvme_bytes.", unit="size"
     )
     quarantine_days: Seconds = _setting(7.0, "Days after which a damaged file is removed.", unit="days")
+    ttl: Annotated[str, named(parse_ttl)] = _setting(
+        "",
+        "How long what nobody uses is kept, by tenant: its salt, = and a time like 12h or 7d, with commas between. "
+        "`default` is whoever is not named, `none` who has no salt, digest:0123abcd a salt by its digest as "
+        "`tierkv du --by tenant` shows it, user:1001 one of inline_users. Empty: as long as there is room.",
+        example='"acme=7d, default=30d"',
+    )
     pinned_share: Share = _setting(
         0.1,
         "What pins may keep of each tier at most, all together, so that they can't fill it: a share like 10% or 0.1. "
@@ -288,6 +297,11 @@ class Settings(BaseModel):
     def inline_uids(self) -> tuple[int, ...]:
         """The numbers of inline_users, each once."""
         return user_numbers(self.inline_users)
+
+    @property
+    def ttl_rules(self) -> tuple[tuple[str, float], ...]:
+        """Names of tenants, and the seconds for which what they don't use is kept."""
+        return ttl_rules(self.ttl)
 
     def _check_inline(self) -> None:
         if excess := excess_bytes(self.inline_dir, user_socket_name(2**32 - 1)):

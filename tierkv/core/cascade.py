@@ -491,6 +491,7 @@ class Cascade:
         return True
 
     def _leave_nvme(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> None:
+        """Its file goes, and with it what is not in host memory."""
         ledger = self._ledger
         stays_in_host = victim.host_blocks
         ledger.counts.evicted_bytes["nvme", reason] += victim.nvme_bytes
@@ -516,6 +517,25 @@ class Cascade:
         self._issue_removes(victim)
         ledger.cut_extent(victim, stays_in_host, Departure("nvme", reason, now))
         self._neighbours_changed(victim)
+
+    def may_expire(self, extent: Extent) -> bool:
+        """Whether nobody uses it just now, nothing hangs on it, and it is neither pinned nor on its way anywhere."""
+        if not extent.in_tree or not extent.sealed or extent.holds or extent.reading:
+            return False
+        if extent.nvme not in (NvmeState.ABSENT, NvmeState.PRESENT) or self._ledger.pinned(extent):
+            return False
+        return (self.can_remove or extent.nvme is NvmeState.ABSENT) and not any(
+            branch.kids for branch in extent.branch_points.values()
+        )
+
+    def expire(self, extent: Extent, now: float) -> None:
+        """Out of every tier. It `may_expire`."""
+        if extent.nvme is not NvmeState.PRESENT:
+            self._leave_host(extent, 0, now, Reason.EXPIRED)
+            return
+        if extent.longest_host_blocks:
+            self._leave_host(extent, 0, now, Reason.EXPIRED)
+        self._leave_nvme(extent, now, Reason.EXPIRED)
 
     def shrink(self, now: float, *, at_once: bool = False) -> None:
         """Evict down to capacity: after recovery, `at_once`, or when what lies beside the extents has grown, a slice

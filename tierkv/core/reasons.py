@@ -13,6 +13,7 @@ class Reason(StrEnum):
     NVME_FULL = "nvme_full"  # nothing left there that may be evicted
     EVICTED = "evicted"
     OPERATOR = "operator"  # evicted because an operator said so
+    EXPIRED = "expired"  # unused for as long as its tenant keeps things
     # the tier is not in use
     NVME_OFF = "nvme_off"
     NVME_DEGRADED = "nvme_degraded"

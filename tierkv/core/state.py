@@ -16,6 +16,7 @@ from dataclasses import replace
 from tierkv.core import audit, warmup
 from tierkv.core.cascade import Cascade
 from tierkv.core.counters import Counters
+from tierkv.core.expiry import Expiry
 from tierkv.core.explain import Question, answer
 from tierkv.core.explanation import Explanation
 from tierkv.core.extent import Extent
@@ -91,6 +92,7 @@ class CacheState:
         self._purges = Purges(self._ledger, self._cascade, self._leases, self._tickets)
         self._pins = Pins(self._ledger, self._cascade)
         self._purges.on_remove = self._pins.purged
+        self._expiry = Expiry(self._ledger, self._cascade)
         self._warmups: dict[bytes, warmup.WarmupJob] = {}
         self._touch_due = 0.0
 
@@ -551,6 +553,7 @@ class CacheState:
         self._seals.seal_idle(now)
         self._tickets.drop_stale(now)
         self._pins.tick(now)
+        self._expiry.tick(now)
         if self._touch_due <= now:
             self._flush_touched(now)
         self._cascade.shrink(now)
@@ -568,7 +571,12 @@ class CacheState:
             times.append(self._touch_due)
         if self._cascade.is_behind:
             times.append(0.0)
-        due = (self._cascade.next_retry(), self._purges.next_retry(), self._pins.next_wakeup())
+        due = (
+            self._cascade.next_retry(),
+            self._purges.next_retry(),
+            self._pins.next_wakeup(),
+            self._expiry.next_wakeup(),
+        )
         times += [time for time in due if time is not None]
         return min(times, default=None)
 

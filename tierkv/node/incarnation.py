@@ -188,4 +188,5 @@ def front_settings(settings: Settings) -> FrontSettings:
         log_level=settings.log_level,
         has_gateway=bool(settings.inline_users),
         pinned_share=settings.pinned_share,
+        ttl=settings.ttl_rules,
     )
