@@ -248,3 +248,8 @@ def test_a_share_is_a_percentage_or_a_part_of_one(given, share):
 def test_what_is_no_share_is_refused(given):
     with pytest.raises(ConfigError, match="isn't a share"):
         settings(pinned_share=given)
+
+
+def test_automatic_pins_are_a_part_of_all_pins():
+    assert settings(auto_pin_share="5%").auto_pin_share == 0.05
+    assert "part of pinned_share" in str(refusal(auto_pin_share="20%"))

@@ -40,6 +40,7 @@ VALUES = {
     "quarantine_bytes": ("1", "2", 3),
     "quarantine_days": ("1", "2", 3.5),
     "ttl": ('"a=1d"', "b=2d", "c=3d"),
+    "auto_pin_share": ('"1%"', "2%", 0.03),
     "pinned_share": ('"5%"', "20%", 0.3),
     "journal_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "journal_days": ("1", "2", 3.5),

@@ -436,6 +436,7 @@ class Bench:
         disk: Disk | None = None,
         persistent: bool = True,
         pinned_share: float = 0.1,
+        auto_pin_share: float = 0.0,
     ) -> None:
         self.now = 1_000.0
         self.limits = Limits(
@@ -449,6 +450,7 @@ class Bench:
             inflight_reads=4,
             page_bytes=PAGE,
             pinned_share=pinned_share,
+            auto_pin_share=auto_pin_share,
         )
         self.spec = make_group(ranks=ranks, block_tokens=block_tokens, persistent=persistent)
         self.disk = disk if disk is not None else Disk()

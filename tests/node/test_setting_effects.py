@@ -67,6 +67,10 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"ttl": limits},
         "e2e/test_expiry.py::test_what_a_tenant_has_not_used_for_its_time_is_gone_from_every_tier_also_over_a_restart",
     ),
+    "auto_pin_share": (
+        {"auto_pin_share": limits},
+        "tests/core/test_auto_pins.py::test_the_hottest_prefixes_are_pinned_within_their_share",
+    ),
     "pinned_share": (
         {"pinned_share": limits},
         "tests/core/test_pins.py::test_pins_can_not_fill_a_tier_and_the_refusal_says_who_has_what",

@@ -126,6 +126,11 @@ class Settings(BaseModel):
         "What pins may keep of each tier at most, all together, so that they can't fill it: a share like 10% or 0.1. "
         "0: nothing can be pinned.",
     )
+    auto_pin_share: Share = _setting(
+        0.0,
+        "Share of host_bytes, part of pinned_share, for automatic pins: the prefixes that save most stay in memory as "
+        "long as they do. Eviction keeps what is hot anyway; 0 is no automatic pins.",
+    )
     journal_bytes: Size = _setting(
         0,
         "What the journal of evictions and movements may take, oldest rows removed first. Part of nvme_bytes.",
@@ -276,6 +281,10 @@ class Settings(BaseModel):
                 "host_bytes",
                 f"{_words(self.host_bytes)} is less than one slab (slab_bytes, {_words(self.slab_bytes)}); "
                 f"write more, or a smaller slab_bytes",
+            )
+        if self.auto_pin_share > self.pinned_share:
+            raise ConfigError(
+                "auto_pin_share", "is a part of pinned_share, and can't be more than that; write less, or more there"
             )
         if self.read_only and self.data_dir is None:
             raise ConfigError("read_only", "has no effect without data_dir; write data_dir too, or leave it out")

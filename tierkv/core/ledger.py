@@ -52,6 +52,7 @@ class Limits:
     prefill_tokens_per_second: float = 12_000.0  # of an engine, at the start of a prompt
     ghosts: int = 262_144  # most records of what was evicted
     pinned_share: float = 0.1
+    auto_pin_share: float = 0.0  # part of that, for the hottest prefixes
     ttl: tuple[tuple[str, float], ...] = ()  # names of tenants, and how long what they don't use is kept
 
     def pin_caps(self) -> tuple[int, int]:

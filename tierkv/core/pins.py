@@ -21,18 +21,22 @@ from tierkv.core.extent import Extent
 from tierkv.core.grants import path_blocks
 from tierkv.core.instructions import ForgetPin, PinForgotten, PinRecord, PinRecorded, PurgeScope, RecordPin
 from tierkv.core.keys import KEY_BYTES, count_keys, split_keys
-from tierkv.core.ledger import Ledger
+from tierkv.core.ledger import Group, Ledger
 from tierkv.core.purge_scope import Members, matching_keys
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 
 MAX_PINS = 1_000
+AUTO = "auto"
+"""Who owns automatic pins."""
+
 RETRY_SECONDS = 10.0
 """Between two tries to write a record, to remove one, or to bring an extent to memory."""
 
 READ_ONLY_RETRY_SECONDS = 600.0
 """The same, for records, where nothing can be written."""
 
+_ID_BYTES = 16
 _READS_AHEAD = 2  # of what is to be brought to memory: the drive is for those who wait for an answer
 
 
@@ -90,6 +94,7 @@ class PinnedTier:
 @dataclass(slots=True, eq=False)
 class _Job:
     record: PinRecord
+    is_auto: bool = False  # never written down
     recorded: bool = False
     reason: Reason | None = None
     retry_at: float | None = None
@@ -149,12 +154,46 @@ class Pins:
             until=now + seconds if seconds else 0.0,
         )
         refused = self._why_refused(record)
+        if refused is not None and refused.reason is Reason.PINNED_SHARE and self._end_automatic():
+            refused = self._why_refused(record)
         if refused is not None:
             return refused
         job = _Job(record)
         self._begin(job)
         self._write_down(job)
         return self._state(job)
+
+    def keep(self, group: Group, keys: bytes, seconds: float, now: float) -> bool:
+        """An automatic pin in host memory, or the same one for longer. Whether there is room for it."""
+        record = PinRecord(
+            pin=keys[-KEY_BYTES:][:_ID_BYTES],
+            fingerprint=group.spec.identity.weights,
+            group=group.spec.group,
+            keys=keys,
+            blocks=count_keys(keys),
+            block_tokens=group.block_tokens,
+            block_bytes=group.ranks * group.slot_bytes,
+            owner=AUTO,
+            tier="host",
+            made=now,
+            until=now + seconds,
+        )
+        known = self._jobs.get(record.pin)
+        if known is not None:
+            if known.is_auto:
+                known.record = msgspec.structs.replace(known.record, until=record.until)
+            return known.is_auto
+        if len(self._jobs) >= MAX_PINS or self._why_refused(record) is not None:
+            return False
+        self._begin(_Job(record, is_auto=True))
+        return True
+
+    def _end_automatic(self) -> bool:
+        """They give way to what somebody wants."""
+        automatic = [job for job in self._jobs.values() if job.is_auto]
+        for job in automatic:
+            self._end(job)
+        return bool(automatic)
 
     def pin_block(
         self, *, pin: bytes, digits: str, owner: str, tier: str, seconds: float, now: float
@@ -164,7 +203,7 @@ class Pins:
         if known is not None:
             return self._state(known)
         found = self._ends_with(digits)
-        chain = self._chain(*found[0]) if len(found) == 1 else b""
+        chain = self.chain_to(*found[0]) if len(found) == 1 else b""
         if not chain:
             return PinRefused(Reason.NOT_FOUND, found=len(found))
         group = found[0][0].group
@@ -243,7 +282,7 @@ class Pins:
         pin = job.record.pin
         del self._jobs[pin]
         self._let_go(job)
-        if self._ledger.has_nvme:
+        if self._ledger.has_nvme and not job.is_auto:
             self._over[pin] = job
             job.recorded, job.reason, job.retry_at = True, None, None
             self._tell(ForgetPin(pin))
@@ -274,7 +313,7 @@ class Pins:
             for key in matching_keys(extent.keys, whole, digits)
         ]
 
-    def _chain(self, extent: Extent, index: int) -> bytes:
+    def chain_to(self, extent: Extent, index: int) -> bytes:
         """The packed keys from token 0 to that block. Empty: something before it is not cached."""
         chain = extent.keys[: (index + 1) * KEY_BYTES]
         while extent.parent != extent.group:
@@ -358,7 +397,7 @@ class Pins:
 
     def worker_started(self) -> None:
         for job in self._jobs.values():
-            if not job.recorded:
+            if not (job.recorded or job.is_auto):
                 self._write_down(job)
         for pin in self._over:
             self._tell(ForgetPin(pin))
@@ -384,7 +423,11 @@ class Pins:
         for job in list(self._jobs.values()):
             record = job.record
             is_meant = record.group in groups or (record.fingerprint and record.fingerprint in scope.models)
-            if not record.purged and (is_meant or not blocks.isdisjoint(split_keys(record.keys))):
+            if record.purged or not (is_meant or not blocks.isdisjoint(split_keys(record.keys))):
+                continue
+            if job.is_auto:
+                self._end(job)
+            else:
                 self._let_go(job)
                 job.record = msgspec.structs.replace(record, keys=record.keys[-KEY_BYTES:], purged=now)
                 self._write_down(job)

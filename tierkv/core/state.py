@@ -14,6 +14,7 @@ from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
 
 from tierkv.core import audit, warmup
+from tierkv.core.auto_pins import AutoPins
 from tierkv.core.cascade import Cascade
 from tierkv.core.counters import Counters
 from tierkv.core.expiry import Expiry
@@ -91,6 +92,7 @@ class CacheState:
         self._wiping = Wiping(self._ledger)
         self._purges = Purges(self._ledger, self._cascade, self._leases, self._tickets)
         self._pins = Pins(self._ledger, self._cascade)
+        self._auto_pins = AutoPins(self._ledger, self._pins)
         self._purges.on_remove = self._pins.purged
         self._expiry = Expiry(self._ledger, self._cascade)
         self._warmups: dict[bytes, warmup.WarmupJob] = {}
@@ -552,6 +554,7 @@ class CacheState:
         self._leases.settle_due(now)
         self._seals.seal_idle(now)
         self._tickets.drop_stale(now)
+        self._auto_pins.tick(now)
         self._pins.tick(now)
         self._expiry.tick(now)
         if self._touch_due <= now:
@@ -575,6 +578,7 @@ class CacheState:
             self._cascade.next_retry(),
             self._purges.next_retry(),
             self._pins.next_wakeup(),
+            self._auto_pins.next_wakeup(),
             self._expiry.next_wakeup(),
         )
         times += [time for time in due if time is not None]

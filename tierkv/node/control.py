@@ -55,6 +55,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     has_gateway: bool = False
     pinned_share: float = 0.1
+    auto_pin_share: float = 0.0
     ttl: tuple[tuple[str, float], ...] = ()
 
 

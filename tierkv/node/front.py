@@ -110,6 +110,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
         touch_seconds=settings.touch_seconds,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
         pinned_share=settings.pinned_share,
+        auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl,
     )
 

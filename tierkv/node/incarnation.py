@@ -188,5 +188,6 @@ def front_settings(settings: Settings) -> FrontSettings:
         log_level=settings.log_level,
         has_gateway=bool(settings.inline_users),
         pinned_share=settings.pinned_share,
+        auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl_rules,
     )
