@@ -353,19 +353,19 @@ def test_without_an_nvme_tier_there_is_nothing_to_do() -> None:
 
 def test_while_a_lease_waits_no_read_is_begun_and_then_it_goes_on() -> None:
     bench = Bench()
-    for number in range(8):
+    for number in range(12):
         bench.put(f"{number}", age=float(number))
     bench.start().warm_up()
-    assert bench.names_read() == ["0", "1"]  # READS_AHEAD of them
-    assert isinstance(bench.acquire("7"), Waiting)
-    assert bench.names_read() == ["0", "1", "7"]
-    bench.finish_read()
-    bench.finish_read()
-    assert bench.names_read() == ["0", "1", "7"]
-    assert bench.progress().is_yielding
-    assert not bench.progress().finished
+    assert bench.names_read() == ["0", "1", "2", "3"]
+    assert isinstance(bench.acquire("11"), Waiting)
+    assert bench.names_read()[4:] == ["11"]
+    for _ in range(4):
+        bench.finish_read()
+        assert bench.names_read()[5:] == []
+        assert bench.progress().is_yielding
+        assert not bench.progress().finished
     bench.finish_read()  # and the lease is granted
-    assert bench.names_read() == ["0", "1", "7", "2", "3"]
+    assert bench.names_read()[5:] == ["4"]
     assert not bench.progress().is_yielding
     bench.finish_reads()
     assert bench.progress().finished
@@ -376,21 +376,43 @@ def test_a_lease_that_gives_up_at_its_deadline_lets_it_go_on() -> None:
     for number in range(4):
         bench.put(f"{number}", age=float(number))
     bench.start()
-    assert isinstance(bench.acquire("3", deadline=1.0), Waiting)
+    assert isinstance(bench.acquire("3", deadline=9.0), Waiting)
     bench.warm_up()
     assert bench.names_read() == ["3"]
-    bench.now += 1.0
+    bench.now += 9.0
     bench.absorb(bench.state.tick(bench.now))
-    assert bench.names_read() == ["3", "0"]  # as many as READS_AHEAD with the one that nobody waits for any more
+    assert bench.names_read() == ["3", "0", "1", "2"]  # beside the read that nobody waits for any more
+
+
+def test_where_requests_come_one_piece_is_read_at_a_time_and_more_when_none_has_come_for_a_while() -> None:
+    bench = Bench()
+    for number in range(12):
+        bench.put(f"{number}", age=float(number))
+    bench.start().warm_up()
+    assert len(bench.reading) == warmup.READS_ALONE
+    for _ in range(4):
+        bench.finish_read()
+    bench.now += 0.5
+    assert isinstance(bench.acquire("0"), Lease)  # it is in memory: nobody waits
+    while len(bench.reading) > 1:
+        bench.finish_read()
+    for _ in range(2):
+        bench.finish_read()
+        assert len(bench.reading) == warmup.READS_BESIDE
+    bench.now += warmup.ALONE_SECONDS
+    bench.finish_read()
+    assert len(bench.reading) == 2  # the last ones
+    bench.finish_reads()
+    assert bench.progress().finished
 
 
 def test_all_warmups_together_have_no_more_reads_under_way_than_one() -> None:
     bench = Bench()
-    for number in range(8):
+    for number in range(12):
         bench.put(f"{number}", age=float(number))
     bench.start().warm_up()
     bench.warm_up(job=OTHER_JOB)
-    assert len(bench.reading) == warmup.READS_AHEAD
+    assert len(bench.reading) == warmup.READS_ALONE
 
 
 def test_it_reads_in_pieces_so_that_nobody_waits_for_a_whole_extent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,13 +471,16 @@ def test_what_can_not_be_read_is_counted_and_what_hangs_on_it_is_not_begun() -> 
     bench.put("child", below="root", hits=8)
     bench.put("grandchild", below="root/child", hits=7)
     bench.put("other", age=900.0)
-    bench.start().warm_up()
-    assert bench.names_read() == ["root", "child"]
+    bench.start()
+    bench.acquire("nothing")  # somebody asks for something, so that one is read at a time
+    bench.warm_up()
+    assert bench.names_read() == ["root"]
     bench.finish_read(valid=0, reason=Reason.CHECKSUM, gone=True)
     bench.finish_reads()
-    assert bench.names_read() == ["root", "child", "other"]
+    assert bench.names_read() == ["root", "other"]
     progress = bench.progress()
-    assert (progress.finished, progress.failed_extents, progress.done_extents) == (True, 1, 4)
+    assert (progress.finished, progress.failed_extents) == (True, 1)
+    assert progress.done_extents == progress.total_extents
 
 
 def test_a_disk_that_does_not_answer_ends_it_at_once() -> None:
@@ -489,9 +514,9 @@ def test_what_was_purged_meanwhile_is_left_out() -> None:
         bench.put(f"{number}", age=float(number))
     bench.start().warm_up()
     for extent in list(bench.state._ledger.tree):
-        if bench.names[extent.key] in ("1", "3"):
+        if bench.names[extent.key] in ("1", "4"):
             bench.state._cascade.purge(extent, bench.now)
     bench.finish_reads()
-    assert bench.names_read() == ["0", "1", "2", "4", "5"]
+    assert bench.names_read() == ["0", "1", "2", "3", "5"]
     progress = bench.progress()
     assert (progress.finished, progress.failed_extents, progress.done_extents) == (True, 0, 6)

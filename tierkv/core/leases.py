@@ -25,6 +25,7 @@ class Leases:
         self._ledger = ledger
         self._cascade = cascade
         self._waiting: dict[bytes, LeaseState] = {}
+        self.last_asked = -_NEVER
 
     @property
     def num_waiting(self) -> int:
@@ -46,6 +47,7 @@ class Leases:
         now: float,
     ) -> Lease | Waiting | Refused:
         """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders`."""
+        self.last_asked = now
         ledger = self._ledger
         known = ledger.leases.get(grant)
         if known is not None and not known.is_asked_by(session, group, keys):

@@ -619,12 +619,18 @@ class CacheState:
                 cascade.shrink(now)
         for job in self._warmups.values():
             if not job.finished:
-                may_read = not self._leases.num_waiting
-                warmup.advance(job, self._ledger, cascade, now, may_read=may_read, failed=failed)
+                warmup.advance(job, self._ledger, cascade, now, most_reads=self._reads_ahead(now), failed=failed)
         self._pins.promote(now, may_read=not self._leases.num_waiting)
         self._wiping.ask()
         self._purges.settle(now)
         return self._effects()
+
+    def _reads_ahead(self, now: float) -> int:
+        """That warm-ups may have under way."""
+        if self._leases.num_waiting:
+            return 0
+        is_alone = now - self._leases.last_asked >= warmup.ALONE_SECONDS
+        return warmup.READS_ALONE if is_alone else warmup.READS_BESIDE
 
     def _effects(self) -> list[Effect]:
         effects = list(self._ledger.effects)

@@ -1,7 +1,8 @@
 """Warm-up: bring extents from NVMe back to host memory, what saves most first, within a budget.
 
-It gives way. It uses room that is free and leaves some of that: nothing is evicted for a guess. It reads small pieces,
-few at a time, and begins none while somebody waits for a read: a request waits for those pieces at most.
+It gives way. It uses room that is free and leaves some of that: nothing is evicted for a guess. It reads in small
+pieces and begins none while somebody waits for a read; where requests come, it has one under way, so that a request
+waits for that one at most and finds a core.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from tierkv.core.warmup_plan import SLICE, WarmupPlan, WarmupScope
 
 __all__ = ["WarmupJob", "WarmupScope", "WarmupState", "advance", "begin"]
 
-READS_AHEAD = 2
 PIECE_BYTES = 4 * 2**20
-"""A warm-up has this many reads of this size under way at most, whatever else it would like."""
+READS_ALONE = 4
+READS_BESIDE = 1
+"""So many reads of a piece are under way at most, of all warm-ups: while nobody asks for anything, and else."""
+
+ALONE_SECONDS = 1.0
+"""Nobody has asked for so long: nobody does."""
 
 SPARE_SHARE = 32
 """One part in so many of host memory is left free for requests that store or promote meanwhile."""
@@ -116,19 +121,19 @@ def advance(
     cascade: Cascade,
     now: float,
     *,
-    may_read: bool,
+    most_reads: int,
     failed: Container[Extent],
 ) -> None:
-    """Take note of finished reads, of which those of `failed` could not be read, and ask for the next ones if nobody
-    else waits for one (`may_read`)."""
+    """Take note of finished reads, of which those of `failed` could not be read, and ask for the next ones until there
+    are `most_reads`: none while somebody else waits for one."""
     _note_finished(job, ledger, cascade, failed)
     if not cascade.is_readable:
         job.running.clear()  # nobody knows when these come back
         _stop(job, Reason.IO_STUCK)
-    job.is_yielding = not may_read
+    job.is_yielding = not most_reads
     job.is_skimming = False
-    if may_read and cascade.is_open and cascade.is_worker_up and not job.plan.is_busy:
-        while cascade.num_reads_in_flight() < READS_AHEAD and _begin_piece(job, ledger, cascade, now):
+    if cascade.is_open and cascade.is_worker_up and not job.plan.is_busy:
+        while cascade.num_reads_in_flight() < most_reads and _begin_piece(job, ledger, cascade, now):
             pass
     if job.running or job.partial or job.is_busy or (job.plan.has_left and job.reason is None):
         return
