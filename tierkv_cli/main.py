@@ -33,6 +33,7 @@ COMMANDS = {
     "torture": "Put a node of its own under every fault there is.",
     "purge": "Make data unreachable and remove it from every tier.",
     "replay": "Replay a trace against policies and capacities.",
+    "size": "Say how much memory and NVMe requests are worth.",
     "pin": "Have a prefix stay, whatever is evicted.",
     "unpin": "End a pin.",
     "pins": "List what is pinned.",

@@ -35,7 +35,7 @@ def _capacity_option(ctx: click.Context, param: click.Parameter, value: Any) -> 
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def _size_option(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+def size_option(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     from tierkv.config.sizes import parse_size
 
     if value is None:
@@ -77,7 +77,7 @@ def _size_option(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option(
     "--token-bytes",
     metavar="SIZE",
-    callback=_size_option,
+    callback=size_option,
     default="320KiB",
     show_default=True,
     help="KV of one token, where the trace does not say.",
@@ -93,7 +93,7 @@ def _size_option(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option(
     "--load-rate",
     metavar="SIZE/S",
-    callback=_size_option,
+    callback=size_option,
     default="12.8GB",
     show_default=True,
     help="How fast blocks come back from NVMe: what saved seconds are charged for.",
@@ -101,7 +101,7 @@ def _size_option(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option(
     "--write-rate",
     metavar="SIZE/S",
-    callback=_size_option,
+    callback=size_option,
     help="How fast NVMe takes what is written. [default: at once]",
 )
 @click.option(
@@ -251,12 +251,12 @@ def _outcome_as_object(outcome: Outcome) -> dict[str, Any]:
 
 
 def view(made: Study) -> Iterator[RenderableType]:
-    yield _about(made.trace)
+    yield about(made.trace)
     yield ""
     yield _table(made)
 
 
-def _about(trace: Trace) -> str:
+def about(trace: Trace) -> str:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import duration
 
