@@ -29,6 +29,7 @@ COMMANDS = {
     "warmup": "Bring what saves most from NVMe to memory.",
     "why": "Show why a prompt or a request was not cached.",
     "cliff": "Show what each restart has cost.",
+    "top": "Watch what goes on.",
     "verify": "Check every file on disk against its checksums.",
     "torture": "Put a node of its own under every fault there is.",
     "purge": "Make data unreachable and remove it from every tier.",
