@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from multiprocessing import active_children
+
 import pytest
 
 from tests.replay.small import BLOCK_BYTES, trace_of
@@ -39,6 +41,17 @@ def test_processes_side_by_side_come_to_the_same() -> None:
     two = study(trace, asked, jobs=2, progress=lambda done, total: told.append((done, total)))
     assert one.points == two.points
     assert told == [(1, 2), (2, 2)]
+
+
+def test_whoever_looks_no_further_leaves_no_process_behind() -> None:
+    """As on Ctrl-C, while runs are under way and others wait."""
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study(random_trace(7, prompts=3_000), question("5%", "10%", "20%", "30%", "40%"), jobs=2, progress=interrupt)
+    assert active_children() == []
 
 
 def test_the_optimum_may_use_both_tiers() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, replace
+from multiprocessing import active_children
 
 from tierkv.errors import ConfigError
 from tierkv.replay.capacity import Capacity
@@ -80,26 +83,32 @@ def study(
 
 def _run_all(trace: Trace, runs: Sequence[Setup], jobs: int, progress: Callable[[int, int], None]) -> list[Outcome]:
     outcomes: dict[Setup, Outcome] = {}
-    for outcome in _in_turn(trace, runs) if min(jobs, len(runs)) < 2 else _side_by_side(trace, runs, jobs):
-        outcomes[outcome.setup] = outcome
-        progress(len(outcomes), len(runs))
+    made = _in_turn(trace, runs) if min(jobs, len(runs)) < 2 else _side_by_side(trace, runs, jobs)
+    with closing(made):
+        for outcome in made:
+            outcomes[outcome.setup] = outcome
+            progress(len(outcomes), len(runs))
     return [outcomes[run] for run in runs]
 
 
-def _in_turn(trace: Trace, runs: Sequence[Setup]) -> Iterator[Outcome]:
+def _in_turn(trace: Trace, runs: Sequence[Setup]) -> Generator[Outcome, None, None]:
     for run in dict.fromkeys(runs):
         yield replay(trace, run)
 
 
-def _side_by_side(trace: Trace, runs: Sequence[Setup], jobs: int) -> Iterator[Outcome]:
+def _side_by_side(trace: Trace, runs: Sequence[Setup], jobs: int) -> Generator[Outcome, None, None]:
     unique = list(dict.fromkeys(runs))
+    others = set(active_children())
     with ProcessPoolExecutor(min(jobs, len(unique)), initializer=_take_trace, initargs=(trace,)) as pool:
         waiting: list[Future[Outcome]] = [pool.submit(_replay_taken, run) for run in unique]
         try:
             for done in as_completed(waiting):
                 yield done.result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.terminate()  # what is still running nobody waits for any more
+                process.join()
 
 
 _taken: list[Trace] = []
@@ -107,6 +116,7 @@ _taken: list[Trace] = []
 
 
 def _take_trace(trace: Trace) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that is asked, which ends this one
     _taken[:] = [trace]
 
 
