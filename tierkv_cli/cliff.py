@@ -203,48 +203,75 @@ def view(cliffs: Sequence[Cliff], source: str, known: int) -> Iterator[Renderabl
         return
     from tierkv_cli.output import table
 
-    shown = table(
-        "start", "what", "before it", "ready after", "hits 60 s", "usual", "ttft 60 s", "usual ttft", "prefill lost",
-        "back after",
-        numbers=("ready after", "hits 60 s", "usual", "ttft 60 s", "usual ttft", "prefill lost", "back after"),
-    )  # fmt: skip
+    numbers = ("ready", "hits, usual", "ttft, usual", "lost", "back")
+    shown = table("start", "what", *numbers, numbers=("start", *numbers))
     for cliff in cliffs:
         shown.add_row(*_row(cliff))
     yield shown
+    yield ""
+    yield "hits, ttft: of the tokens asked for in the first minute, and what is usual; time to"
+    yield "first token estimated. lost: prefill done again. back: at 90 % of the usual hits."
+    if any(map(_is_own_usual, cliffs)):
+        yield "*: what was usual before is not known; this is what it became."
     yield ""
     yield from _in_words(cliffs[-1])
     yield f"from {source}" + (f"; the last {len(cliffs)} of {known} starts" if len(cliffs) < known else "")
 
 
 def _row(cliff: Cliff) -> tuple[str, ...]:
-    start = cliff.start
-    usual = cliff.usual
+    start, first, usual = cliff.start, cliff.first, cliff.usual
+    own = "*" if _is_own_usual(cliff) else ""
     return (
-        when(start.began),
-        f"engine {start.group[:8]}" if start.kind == "engine" else str(start.kind),
-        ENDS.get(start.last_end, str(start.last_end)) if start.kind != "engine" else "-",
-        short_seconds(start.ready_seconds) if start.is_ready else "never",
-        _rate(cliff.first),
-        _rate(usual) + ("*" if cliff.usual_from == "after" else ""),
-        short_seconds(cliff.first.first_token_seconds),
-        short_seconds(usual.first_token_seconds if usual else None),
-        short_seconds(cliff.cost_seconds),
+        time.strftime("%m-%d %H:%M", time.localtime(start.began)),
+        what(start),
+        "-" if start.kind == "engine" else _brief(start.ready_seconds) if start.is_ready else "never",
+        _pair(_percent(first), _percent(usual), " %", own),
+        _times(first.first_token_seconds, usual.first_token_seconds if usual else None),
+        _brief(cliff.cost_seconds),
         _back(cliff),
     )
 
 
-ENDS = {
+def what(start: Start) -> str:
+    """Which start this was: in as few words as say it."""
+    if start.kind == "engine":
+        return f"engine {start.group[:6]}"
+    ended = _ENDS.get(start.last_end, "start")
+    return f"front {ended}" if start.kind == "front" else ended
+
+
+_ENDS = {
     "first": "first start",
     "clean": "stopped",
     "killed": "killed",
     "crashed": "crashed",
-    "machine": "machine restarted",
-    "unknown": "-",
+    "machine": "machine reset",
 }
 
 
+def _is_own_usual(cliff: Cliff) -> bool:
+    return cliff.usual_from == "after"
+
+
+def _percent(found: Figures | None) -> str:
+    return "-" if found is None or found.hit_rate is None else f"{100 * found.hit_rate:.0f}"
+
+
+def _times(one: float | None, other: float | None) -> str:
+    """Both in the unit of the longer."""
+    unit, scale = (" ms", 1_000.0) if max(one or 0.0, other or 0.0) < 1 else (" s", 1.0)
+    figures = (
+        "-" if value is None else f"{value * scale:.{0 if value * scale >= 10 else 1}f}" for value in (one, other)
+    )
+    return _pair(*figures, unit)
+
+
+def _pair(one: str, other: str, unit: str, mark: str = "") -> str:
+    return f"{one}/{other}{unit}{mark}" if (one, other) != ("-", "-") else "-"
+
+
 def _in_words(cliff: Cliff) -> Iterator[str]:
-    """The last start in one sentence, and what a star means."""
+    """The last start in one sentence."""
     from tierkv.core.starts import FIRST_SECONDS
     from tierkv_cli.output import duration
 
@@ -274,12 +301,6 @@ def _in_words(cliff: Cliff) -> Iterator[str]:
                 else ""
             )
         )
-    if cliff.usual_from == "after":
-        yield "* no record says what was usual before; this is the end of the same life"
-
-
-def when(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def _rate(found: Figures | None) -> str:
@@ -288,14 +309,21 @@ def _rate(found: Figures | None) -> str:
 
 def _back(cliff: Cliff) -> str:
     if cliff.back_seconds is not None:
-        return short_seconds(cliff.back_seconds)
+        return _brief(cliff.back_seconds)
     if cliff.usual is None or not cliff.first.asked_tokens:
         return "-"
-    return f"> {short_seconds(cliff.watched_seconds)}"
+    return f"> {_brief(cliff.watched_seconds)}"
+
+
+def _brief(seconds: float | None) -> str:
+    """For a narrow column: one unit."""
+    if seconds is None or seconds < 120:
+        return short_seconds(seconds)
+    return f"{seconds / 60:.0f} m" if seconds < 7_200 else f"{seconds / 3_600:.1f} h"
 
 
 def short_seconds(seconds: float | None) -> str:
-    """Short, in the unit that fits: "830 us", "41 ms", "4.5 s", "3 m 20 s"."""
+    """In the unit that fits: "830 us", "41 ms", "4.5 s", "3 m 20 s"."""
     from tierkv_cli.output import duration
 
     if seconds is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from tierkv_cli.plot import quiet
@@ -27,7 +28,8 @@ def draw_start(figure: Figure, cliff: Cliff) -> None:
     away = cliff.away_seconds or 0.0
     left = -max(0.12 * ends, away * 1.5)
     hits, times = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    tiers = [tier for tier in COLORS if any(one.hit_tokens.get(tier) for one in found)]
+    known = [*found, *([usual] if usual is not None else [])]
+    tiers = [tier for tier in COLORS if any(one.hit_tokens.get(tier) for one in known)]
     for window, one in zip(windows, found, strict=True):
         if not one.asked_tokens:
             continue
@@ -38,6 +40,12 @@ def draw_start(figure: Figure, cliff: Cliff) -> None:
             bottom += share
         if one.first_token_seconds is not None:
             times.hlines(one.first_token_seconds, window.begins, window.ends, color="#31688e", linewidth=2.5)
+    if usual is not None and usual.asked_tokens and cliff.usual_from == "before":
+        bottom = 0.0
+        for tier in tiers:
+            share = 100 * usual.hit_tokens.get(tier, 0) / usual.asked_tokens
+            hits.bar(left, share, -away - left, bottom, align="edge", color=COLORS[tier], linewidth=0, alpha=0.45)
+            bottom += share
     for tier in tiers:
         hits.bar(0, 0, 0, color=COLORS[tier], label=f"hits from {tier}")
     if usual is not None and usual.hit_rate is not None:
@@ -89,10 +97,10 @@ def draw_measured(figure: Figure, measured: Measured) -> None:
 
 
 def _title(cliff: Cliff) -> str:
-    from tierkv_cli.cliff import ENDS, short_seconds, when
+    from tierkv_cli.cliff import short_seconds, what
 
     start = cliff.start
-    what = f"engine of group {start.group}" if start.kind == "engine" else start.kind
-    ended = "" if start.kind == "engine" else f" ({ENDS.get(start.last_end, start.last_end)})"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began))
     cost = "" if cliff.cost_seconds is None else f": {short_seconds(cliff.cost_seconds)} of prefill done again"
-    return f"start of the {what}{ended}, {when(start.began)}{cost}"
+    kind = "" if start.kind == "engine" else f"{start.kind}, "
+    return f"{kind}{what(start)}, {began}{cost}"
