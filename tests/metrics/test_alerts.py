@@ -138,6 +138,17 @@ def test_promtool_accepts_the_rules_and_they_fire_when_they_should(arguments: tu
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+def test_promtool_can_read_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    queries = [one.replace("$__rate_interval", "5m") for one in _queries(dashboard.dashboard())]
+    rules = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "queries.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run([PROMTOOL, "check", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_alert_has_a_test_of_its_rule() -> None:
     tested = re.findall(r"alertname: (\w+)", RULES_TEST.read_text())
     assert set(tested) == {alert.name for alert in ALERTS}
