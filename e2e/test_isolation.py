@@ -22,6 +22,7 @@ from blake3 import blake3
 from e2e.harness import Node, StampedEngine, data_of, environment, wait_until
 from tierkv.core.reasons import Reason
 from tierkv.errors import ConfigError
+from tierkv.storage.directory import FOLDERS
 from tierkv.torture.stamped import identity, stamps, tokens_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -241,8 +242,7 @@ def test_no_name_becomes_a_path(node: Node, tmp_path: Path) -> None:
             assert engine.load(1, BLOCKS).right == BLOCKS
     node.stop()
     made = [path.relative_to(data_of(node)).parts for path in data_of(node).rglob("*")]
-    known = {"LOCK", "FORMAT", "index", "models", "tmp", "quarantine", "digests", "purges", "journal"}
-    assert {parts[0] for parts in made} <= known
+    assert {parts[0] for parts in made} <= {"LOCK", "FORMAT", *FOLDERS}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "node.log"]
 
 
