@@ -260,10 +260,13 @@ def _percent(found: Figures | None) -> str:
 def _times(one: float | None, other: float | None) -> str:
     """Both in the unit of the longer."""
     unit, scale = (" ms", 1_000.0) if max(one or 0.0, other or 0.0) < 1 else (" s", 1.0)
-    figures = (
-        "-" if value is None else f"{value * scale:.{0 if value * scale >= 10 else 1}f}" for value in (one, other)
-    )
-    return _pair(*figures, unit)
+    return _pair(_figure(one, scale), _figure(other, scale), unit)
+
+
+def _figure(seconds: float | None, scale: float) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * scale:.0f}" if seconds * scale >= 10 else f"{seconds * scale:.1f}"
 
 
 def _pair(one: str, other: str, unit: str, mark: str = "") -> str:
