@@ -22,7 +22,7 @@ GROWING = 4
 def skew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Skew]:
     skew = Skew(tmp_path / "skew")
     real_environment = harness.environment
-    monkeypatch.setattr(harness, "environment", lambda: skew.environment(real_environment()))
+    monkeypatch.setattr("tierkv.torture.node.environment", lambda: skew.environment(real_environment()))
     yield skew
     skew.close()
 
