@@ -35,6 +35,8 @@ COMMANDS = {
     "purge": "Make data unreachable and remove it from every tier.",
     "replay": "Replay a trace against policies and capacities.",
     "size": "Say how much memory and NVMe requests are worth.",
+    "evictions": "Show what was evicted, and what of it was asked for again.",
+    "audit": "Hold what is there against what is booked.",
     "pin": "Have a prefix stay, whatever is evicted.",
     "unpin": "End a pin.",
     "pins": "List what is pinned.",

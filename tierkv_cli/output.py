@@ -72,6 +72,11 @@ def ago(moment: float, now: float | None = None) -> str:
     return f"{duration((time.time() if now is None else now) - moment)} ago"
 
 
+def at(moment: float) -> str:
+    """The same on the wall: "2026-03-01 17:05:09"; 0 is never."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment else "never"
+
+
 def warn(text: str) -> Text:
     return Text(f"! {text}", style="yellow")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tierkv.core.eviction_report import Bucket, EvictionLine
 from tierkv.core.explanation import (
     Asked,
     FieldDifference,
@@ -19,13 +20,15 @@ from tierkv.core.explanation import (
     Trace,
 )
 from tierkv.core.identity import Identity, Layout, Parallel
-from tierkv.core.instructions import ManifestEntry
+from tierkv.core.instructions import Difference, GroupCount, ManifestEntry
 from tierkv.core.starts import LastEnd, Start, StartKind, Window
 from tierkv.wire.frames import encode
 from tierkv.wire.messages import (
     Abort,
     Acquire,
     AcquireReply,
+    Audit,
+    AuditReply,
     Commit,
     CommitReply,
     DamagedEntry,
@@ -33,10 +36,13 @@ from tierkv.wire.messages import (
     Error,
     ErrorCode,
     EvictionRow,
+    Evictions,
+    EvictionsReply,
     Explain,
     ExplainReply,
     Fetch,
     FetchReply,
+    GroupLabel,
     Hello,
     HelloReply,
     Holder,
@@ -246,6 +252,8 @@ REQUESTS: tuple[Request, ...] = (
     Unpin(id=31, session=_TOKEN, pin=_GRANT, prefix="22" * 32),
     Pins(id=32, session=_TOKEN),
     Starts(id=40, session=_TOKEN),
+    Evictions(id=50, session=_TOKEN, job=_GRANT, seconds=3600.5, by_prefix=True),
+    Audit(id=51, session=_TOKEN, job=_GRANT, resolve=3, resolution="a disk was exchanged"),
 )
 
 REPLIES: tuple[Reply, ...] = (
@@ -482,6 +490,67 @@ REPLIES: tuple[Reply, ...] = (
                 ended=True,
             ),
         ),
+    ),
+    EvictionsReply(
+        id=50,
+        finished=True,
+        since=1.5,
+        until=2.5,
+        lines=(
+            EvictionLine(
+                _GROUP,
+                _GROUP,
+                16,
+                "host",
+                "dropped",
+                "evicted",
+                3,
+                4,
+                64,
+                4096,
+                5,
+                1,
+                6.5,
+                7.5,
+                8.5,
+                9.5,
+                2,
+                32,
+                0.25,
+            ),
+        ),
+        buckets=(Bucket(1.5, 64, 4096, 32, 2048, 16, 0.25),),
+        groups=(GroupLabel(_GROUP, "11" * 32, "llama", "33" * 32, "lora", "0123abcd"),),
+        damaged=1,
+        not_written={"no_room": 2},
+        in_memory=True,
+        problem="none",
+    ),
+    AuditReply(
+        id=51,
+        finished=True,
+        stage="files",
+        done=1,
+        total=2,
+        host_bytes=4096,
+        groups=(GroupCount(_GROUP, 2, 8192, 4096),),
+        table=(
+            Difference(
+                tier="nvme",
+                what="files",
+                booked_bytes=4096,
+                counted_bytes=8192,
+                found_at=1.5,
+                found_by="start",
+                group=_GROUP.hex(),
+                path="models/x",
+                resolution="a disk was exchanged",
+                resolved_at=2.5,
+                number=3,
+            ),
+        ),
+        problem="a folder can't be listed",
+        known=False,
     ),
 )
 

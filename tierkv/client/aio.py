@@ -33,7 +33,9 @@ from tierkv.client.operators import (
     RECORD_SECONDS,
     RECORD_WAIT_SECONDS,
     PinWish,
+    audit_step,
     cancel_job,
+    evictions_step,
     explain,
     is_settled,
     new_job,
@@ -58,6 +60,8 @@ from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
+    AuditReply,
+    EvictionsReply,
     ExplainReply,
     Holder,
     LeasePart,
@@ -196,6 +200,16 @@ class Operator:
     async def top(self, *, most: int = 20) -> TopReply:
         return await self._run(top(self._verbs, most))
 
+    def evictions(
+        self, *, seconds: float = 86_400.0, by_prefix: bool = False, job: bytes | None = None
+    ) -> AsyncIterator[EvictionsReply]:
+        chosen = job or new_job()
+        return self._until_finished(lambda: evictions_step(self._verbs, chosen, seconds, by_prefix))
+
+    def audit(self, *, resolve: int = 0, resolution: str = "", job: bytes | None = None) -> AsyncIterator[AuditReply]:
+        chosen = job or new_job()
+        return self._until_finished(lambda: audit_step(self._verbs, chosen, resolve, resolution))
+
     async def pin(
         self,
         *,
@@ -272,6 +286,14 @@ class Operator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _until_finished(self, step: Callable[[], Verb[Any]]) -> AsyncIterator[Any]:
+        while True:
+            progress = await self._run(step())
+            yield progress
+            if progress.finished:
+                return
+            await asyncio.sleep(PROGRESS_SECONDS)
 
     async def _progress(
         self, step: Callable[[], Verb[Any]], kind: type[Warmup] | type[Verify], job: bytes

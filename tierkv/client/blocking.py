@@ -29,7 +29,9 @@ from tierkv.client.operators import (
     RECORD_SECONDS,
     RECORD_WAIT_SECONDS,
     PinWish,
+    audit_step,
     cancel_job,
+    evictions_step,
     explain,
     is_settled,
     new_job,
@@ -55,6 +57,8 @@ from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
+    AuditReply,
+    EvictionsReply,
     ExplainReply,
     Holder,
     LeasePart,
@@ -202,6 +206,20 @@ class Operator:
         """What goes on, beside `status`: queues, the `most` hottest prefixes and latest evictions."""
         return self._run(top(self._verbs, most))
 
+    def evictions(
+        self, *, seconds: float = 86_400.0, by_prefix: bool = False, job: bytes | None = None
+    ) -> Iterator[EvictionsReply]:
+        """What was evicted in the last `seconds`, and what of it was asked for again; with `by_prefix` single prefixes
+        on lines of their own. Yields until `finished`: the last one is the report."""
+        chosen = job or new_job()
+        return self._until_finished(lambda: evictions_step(self._verbs, chosen, seconds, by_prefix))
+
+    def audit(self, *, resolve: int = 0, resolution: str = "", job: bytes | None = None) -> Iterator[AuditReply]:
+        """Recount every tier against its balances; or give the difference of number `resolve` its `resolution`. Yields
+        progress until `finished`: the last one has the table of differences."""
+        chosen = job or new_job()
+        return self._until_finished(lambda: audit_step(self._verbs, chosen, resolve, resolution))
+
     def pin(
         self,
         *,
@@ -288,6 +306,15 @@ class Operator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _until_finished(self, step: Callable[[], Verb[Any]]) -> Iterator[Any]:
+        """Nobody needs to be told when a loop is left early."""
+        while True:
+            progress = self._run(step())
+            yield progress
+            if progress.finished:
+                return
+            time.sleep(PROGRESS_SECONDS)
 
     def _progress(self, step: Callable[[], Verb[Any]], kind: type[Warmup] | type[Verify], job: bytes) -> Iterator[Any]:
         finished = False

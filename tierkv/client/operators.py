@@ -19,6 +19,10 @@ from tierkv.errors import ConfigError, IncompleteError, NodeSilent, NodeUnreacha
 from tierkv.wire.messages import (
     MAX_BLOCKS,
     MAX_EXPLAINED_TOKENS,
+    Audit,
+    AuditReply,
+    Evictions,
+    EvictionsReply,
     Explain,
     ExplainReply,
     Pin,
@@ -121,6 +125,15 @@ def explain(
 
 def top(verbs: Verbs, most: int) -> Verb[TopReply]:
     return (yield from _insist(verbs, Top, TopReply, most=most))
+
+
+def evictions_step(verbs: Verbs, job: bytes, seconds: float, by_prefix: bool) -> Verb[EvictionsReply]:
+    fields = {"job": job, "seconds": seconds, "by_prefix": by_prefix}
+    return (yield from _insist(verbs, Evictions, EvictionsReply, **fields))
+
+
+def audit_step(verbs: Verbs, job: bytes, resolve: int, resolution: str) -> Verb[AuditReply]:
+    return (yield from _insist(verbs, Audit, AuditReply, job=job, resolve=resolve, resolution=resolution))
 
 
 RECORD_SECONDS = 0.02

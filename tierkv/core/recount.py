@@ -46,6 +46,12 @@ class HostRecount:
         self.end()
         return [*self._groups(now), *self._arena(now)]
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the blocks that were counted."""
+        groups = self._ledger.groups
+        return sum(slots * groups[key].slot_bytes for key, slots in self._slots.items() if key in groups)
+
     def end(self) -> None:
         if self._ledger.on_host_change == self._changed:
             self._ledger.on_host_change = None
@@ -74,8 +80,7 @@ class HostRecount:
     def _owned_bytes(self) -> int:
         """What the owners of slots have, all of them together."""
         ledger, groups = self._ledger, self._ledger.groups
-        resident = sum(slots * groups[key].slot_bytes for key, slots in self._slots.items() if key in groups)
         tickets = sum(len(one.offsets) * groups[one.group].slot_bytes for one in ledger.tickets.values())
         staged = sum(len(one.slots) * groups[one.group].slot_bytes for one in ledger.staged.values())
         wiped = sum(wipe.num_bytes - sum(size for _, size in wipe.tails) for wipe in self._wiping.all())
-        return resident + tickets + staged + ledger.doomed_bytes + self._cascade.reading_bytes() + wiped
+        return self.host_bytes + tickets + staged + ledger.doomed_bytes + self._cascade.reading_bytes() + wiped

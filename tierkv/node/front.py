@@ -168,6 +168,7 @@ class Front:
                 slab_bytes=settings.slab_bytes,
                 has_nvme=self._has_nvme,
                 is_read_only=settings.read_only,
+                began=self._now(),
             ),
             status=self._survey.status,
             usage=self._survey.usage,

@@ -1,15 +1,16 @@
-"""Requests of operators: Status, Usage, Starts, Warmup, Verify, Purge, Explain, Top, Pin, Unpin, Pins."""
+"""Requests of operators: Status, Usage, Starts, jobs, reports, pins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tierkv.core.instructions import ScrubProgress
+from tierkv.core.instructions import AnyReport, ScrubProgress
 from tierkv.core.warmup import WarmupScope
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.explaining import Explaining
 from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
+from tierkv.node.journal_reports import JournalReports
 from tierkv.node.pinning import Pinning
 from tierkv.node.purging import Purging
 from tierkv.node.replies import no_warmup, warmup_reply
@@ -28,6 +29,7 @@ class Operating:
         is_read_only: bool,
         status: Callable[[int, float], Reply],
         usage: Callable[[int], Reply],
+        began: float = 0.0,
         starts: Callable[[int], Reply],
     ) -> None:
         self._core = core
@@ -35,6 +37,7 @@ class Operating:
         self._has_nvme = has_nvme
         self._warmups = Warmups()
         self._verifications = Verifications()
+        self._reports = JournalReports(core, has_nvme=has_nvme, began=began)
         self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Status: lambda request, _asker, now: status(request.id, now),
             Usage: lambda request, _asker, _now: usage(request.id),
@@ -43,6 +46,7 @@ class Operating:
             Verify: self._verify,
             Purge: Purging(core, is_read_only=is_read_only).ask,
             **Explaining(core).handlers,
+            **self._reports.handlers,
             **Pinning(core, is_read_only=is_read_only, unreadable=self._unreadable_pins).handlers,
         }
 
@@ -50,12 +54,15 @@ class Operating:
         found = self._core.mover.worker.found
         return 0 if found is None else found.unreadable_pins
 
-    def on_progress(self, report: ScrubProgress) -> None:
-        self._verifications.report(report)
+    def on_report(self, report: AnyReport, now: float) -> None:
+        if isinstance(report, ScrubProgress):
+            self._verifications.report(report)
+        self._reports.on_report(report, now)
 
     def worker_started(self, now: float) -> None:
         for instruction in self._verifications.worker_started():
             self._core.instruct(instruction, now)
+        self._reports.worker_started(now)
 
     def tick(self, now: float) -> None:
         """Work that nobody asks about any more ends."""
@@ -63,9 +70,10 @@ class Operating:
             self._cancel_warmup(job, now)
         for instruction in self._verifications.expire(now):
             self._core.instruct(instruction, now)
+        self._reports.tick(now)
 
     def next_wakeup(self) -> float | None:
-        times = (self._warmups.next_deadline(), self._verifications.next_deadline())
+        times = (self._warmups.next_deadline(), self._verifications.next_deadline(), self._reports.next_wakeup())
         return min((time for time in times if time is not None), default=None)
 
     def _warmup(self, request: Warmup, _asker: Asker, now: float) -> Reply:

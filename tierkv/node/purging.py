@@ -63,6 +63,8 @@ class Purging:
         if isinstance(answer, PurgeState):
             self._unfinished.add(request.job)
             self._core.recording.purge(request.job, what, answer.groups, now)
+            groups, none = frozenset(group.spec.group for group in answer.groups), frozenset[bytes]()
+            self._core.journal.forget(*((groups, none) if request.prefix is None else (none, groups)))
         return self._reply(request, answer, now)
 
     def _reply(self, request: Purge, answer: PurgeState | NotOne, now: float) -> Reply:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tierkv
 from tierkv.core.grants import GroupSpec
-from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept, ScrubProgress
+from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept
 from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.front_sessions import FrontSession, SessionTable
@@ -67,6 +67,7 @@ class NodeFacts:
     slab_bytes: int
     has_nvme: bool
     is_read_only: bool = False
+    began: float = 0.0  # node time
 
 
 class Service:
@@ -95,7 +96,13 @@ class Service:
         self._reading = Reading(core, sessions, outbox)
         self._writing = Writing(core, sessions, outbox)
         self._operating = Operating(
-            core, has_nvme=facts.has_nvme, is_read_only=facts.is_read_only, status=status, usage=usage, starts=starts
+            core,
+            has_nvme=facts.has_nvme,
+            is_read_only=facts.is_read_only,
+            status=status,
+            usage=usage,
+            starts=starts,
+            began=facts.began,
         )
         self._handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Hello: self._hello,
@@ -209,8 +216,7 @@ class Service:
             log.warning("session %s does not read its replies: slow_consumer", token.hex())
 
     def on_report(self, report: AnyReport, now: float) -> None:
-        if isinstance(report, ScrubProgress):
-            self._operating.on_progress(report)
+        self._operating.on_report(report, now)
         if isinstance(report, PurgeResumed):
             self._core.recording.purge_again(report, now)
         self._core.do(now, lambda: self._state.report(report, now))

@@ -95,6 +95,11 @@ class Books:
             except StorageError as error:
                 self._could_not(error, len(rows))
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the last who had these books stopped in order, and nothing was written since."""
+        return self._journal is not None and self._journal.balances.is_closed
+
     def flush(self) -> None:
         if self._journal is not None:
             try:

@@ -16,9 +16,10 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from tierkv.core.eviction_report import Bucket, EvictionLine
 from tierkv.core.explanation import Asked, Namespace, Trace
 from tierkv.core.identity import Identity
-from tierkv.core.instructions import ManifestEntry
+from tierkv.core.instructions import Difference, GroupCount, ManifestEntry
 from tierkv.core.starts import Start
 
 PROTOCOL_VERSION = 1
@@ -847,6 +848,79 @@ class Starts(Request, frozen=True, kw_only=True, tag=True):
     reply: ClassVar[type[Reply]] = StartsReply
 
 
+# ---- the journal
+
+
+class GroupLabel(msgspec.Struct, frozen=True):
+    """What people call a group. `salt` is the first 8 hex digits of the salt's digest."""
+
+    group: bytes
+    fingerprint: str
+    model_name: str
+    adapter: str
+    adapter_name: str
+    salt: str
+
+
+class EvictionsReply(Reply, frozen=True, kw_only=True, tag=True):
+    """Sums of what was evicted from `since` on, which is later than was asked for where the journal begins later, and
+    of what was asked for again. Ask again with the same `job` until `finished`.
+
+    `damaged` rows of the journal could not be read, `not_written` ones were dropped since the storage worker's start,
+    by reason. `in_memory`: the node has no data directory, and this is from the last rows that it keeps. `groups` names
+    those of `lines`, as far as they are known; a group of zeros was purged. `problem`: why there is no report."""
+
+    finished: bool
+    since: float = 0.0
+    until: float = 0.0
+    lines: tuple[EvictionLine, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    groups: tuple[GroupLabel, ...] = ()
+    damaged: Count = 0
+    not_written: dict[str, int] = {}
+    in_memory: bool = False
+    problem: str = ""
+
+
+class Evictions(Request, frozen=True, kw_only=True, tag=True):
+    """What was evicted in the last `seconds`; with `by_prefix` the largest and most regretted prefixes on lines of
+    their own."""
+
+    reply: ClassVar[type[Reply]] = EvictionsReply
+
+    job: GrantId
+    seconds: Annotated[float, Meta(ge=0, le=1e10)] = 86_400.0
+    by_prefix: bool = False
+
+
+class AuditReply(Reply, frozen=True, kw_only=True, tag=True):
+    """Ask again with the same `job` until `finished`. `stage`: memory, files or table, `done` of `total` extents or
+    groups. When `finished`: `groups` are the files that were counted, `host_bytes` the slots of host memory, and
+    `table` is the table of differences. `problem`: what could not be looked at. `known` false: there is no difference
+    of the number that was to be resolved."""
+
+    finished: bool
+    stage: str = ""
+    done: Count = 0
+    total: Count = 0
+    host_bytes: Count = 0
+    groups: tuple[GroupCount, ...] = ()
+    table: tuple[Difference, ...] = ()
+    problem: str = ""
+    known: bool = True
+
+
+class Audit(Request, frozen=True, kw_only=True, tag=True):
+    """Recount every tier against its balances, and put differences into a table. With `resolve`, the number of a
+    difference, nothing is counted: it is given the `resolution`, which is not empty."""
+
+    reply: ClassVar[type[Reply]] = AuditReply
+
+    job: GrantId
+    resolve: Count = 0
+    resolution: Text = ""
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -871,6 +945,8 @@ AnyRequest = (
     | Unpin
     | Pins
     | Starts
+    | Evictions
+    | Audit
 )
 AnyReply = (
     Error
@@ -895,4 +971,6 @@ AnyReply = (
     | UnpinReply
     | PinsReply
     | StartsReply
+    | EvictionsReply
+    | AuditReply
 )

@@ -1,0 +1,187 @@
+"""`tierkv evictions` and `tierkv audit`: what they show, what they advise, and what their exit codes say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierkv.core.eviction_report import Bucket, EvictionLine
+from tierkv.core.instructions import Difference, GroupCount
+from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
+
+LLAMA, QWEN, NOBODY = b"l" * 32, b"q" * 32, bytes(32)
+LABELS = (
+    GroupLabel(LLAMA, "ab" * 32, "llama", "", "", "6a48603d"),
+    GroupLabel(QWEN, "cd" * 32, "", "", "", ""),
+)
+DAY = 86_400.0
+
+
+def line(group: bytes, target: str = "dropped", **changes) -> EvictionLine:
+    values = {
+        "group": group, "key": b"", "first_token": 0, "source": "nvme", "target": target, "reason": "evicted",
+        "evictions": 10, "blocks": 20, "tokens": 1_000, "num_bytes": 10 * 2**20, "hits": 5, "never_hit": 6,
+        "idle_seconds": 60_000.0, "age_seconds": 120_000.0,
+    }  # fmt: skip
+    return EvictionLine(**(values | changes))
+
+
+def report(*lines: EvictionLine, seconds: float = DAY, **changes) -> EvictionsReply:
+    values = {"id": 1, "finished": True, "since": 1_800_000_000.0 - seconds, "until": 1_800_000_000.0}
+    buckets = tuple(Bucket(values["since"] + n * seconds / 60, n) for n in range(60))
+    return EvictionsReply(**(values | {"lines": lines, "groups": LABELS, "buckets": buckets} | changes))
+
+
+@pytest.fixture
+def journal(node, monkeypatch):
+    """The node's report of evictions, and its audit."""
+    found = {"evictions": report(), "audit": AuditReply(id=1, finished=True)}
+
+    def answer(verb):
+        def ask(self, **arguments):
+            node.asked.append((verb, arguments))
+            yield found[verb]
+
+        return ask
+
+    for verb in found:
+        monkeypatch.setattr(type(node), verb, answer(verb), raising=False)
+    return found
+
+
+def test_lines_are_models_tenants_reasons_or_prefixes(tierkv, node, journal):
+    both = line(LLAMA, key=b"k" * 32, first_token=512), line(QWEN, target="nvme", source="host"), line(NOBODY)
+    journal["evictions"] = report(*both)
+    by = {
+        "model": {"llama", "cdcdcdcdcdcd", "(purged)"},
+        "tenant": {"6a48603d", "", "(purged)"},
+        "reason": {"evicted"},
+    }
+    for what, names in by.items():
+        found = tierkv("evictions", "--by", what, "--json").json
+        assert {one[what] for one in found["lines"]} == names
+        assert sum(one["tokens"] for one in found["lines"]) == found["total"]["tokens"] == 3_000
+        assert found["total"]["dropped_tokens"] == 2_000
+    prefixes = tierkv("evictions", "--by", "prefix", "--json").json["lines"]
+    assert ("6b" * 32, "512") in {(one["key"], one["first_token"]) for one in prefixes}
+    assert node.asked[-1] == ("evictions", {"seconds": DAY, "by_prefix": True})
+    shown = tierkv("evictions", "--by", "prefix")
+    assert "6b6b6b6b6b6b6b6b" in shown.out
+    assert "(others)" in shown.out
+
+
+def test_means_are_weighed_and_regret_is_a_share_of_what_was_dropped(tierkv, node, journal):
+    journal["evictions"] = report(line(LLAMA, regrets=2, regret_tokens=250, regret_seconds=0.5, value=2.0 * 10 * 2**20))
+    (found,) = tierkv("evictions", "--json").json["lines"]
+    assert (found["mean_idle_seconds"], found["mean_age_seconds"], found["mean_value"]) == (60.0, 120.0, 2.0)
+    assert (found["regret"], found["regret_seconds"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "seconds", "words"),
+    [
+        ((), DAY, "Nothing was evicted in 1 d 0 h"),
+        ((line(LLAMA, target="nvme", source="host"),), DAY, "still in another tier"),
+        ((line(LLAMA, regret_tokens=10, regret_seconds=3.0),), DAY, "Fine: 1.0 %"),
+        ((line(LLAMA, regret_tokens=50, regret_seconds=3.0),), DAY, "A little tight: 5.0 %"),
+        ((line(LLAMA, regret_tokens=500, regret_seconds=90.0),), DAY / 2, "Too small: 50.0 %"),
+        ((line(LLAMA, regret_tokens=500, regret_seconds=90.0),), DAY / 2, "up to 180.0 s of prefill a day"),
+        ((line(LLAMA, regret_tokens=500, regret_seconds=9.0),), 60.0, "reckoned from 1 m 0 s only"),
+        ((line(LLAMA, reason="write_budget", regret_tokens=500, regret_seconds=9.0),), DAY, "larger write budget"),
+    ],
+)
+def test_the_advice_follows_from_the_figures(tierkv, node, journal, lines, seconds, words):
+    journal["evictions"] = report(*lines, seconds=seconds)
+    outcome = tierkv("evictions")
+    assert outcome.code == 0
+    assert words in outcome.out.splitlines()[-1]
+    assert words in tierkv("evictions", "--json").json["advice"]
+
+
+def test_what_is_missing_from_a_report_is_said(tierkv, node, journal):
+    journal["evictions"] = report(line(LLAMA), damaged=3, not_written={"no_room": 7}, in_memory=True)
+    err = tierkv("evictions").err
+    assert "3 damaged rows" in err
+    assert "7 for no_room" in err
+    assert "no data directory" in err
+    journal["evictions"] = report(problem="the disk is gone")
+    outcome = tierkv("evictions")
+    assert (outcome.code, "the disk is gone" in outcome.err) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [(["--since", "24"], "24 what"), (["--since", "0s"], "no time at all"), (["--by", "colour"], "colour")],
+)
+def test_what_can_not_be_meant_is_refused(tierkv, node, journal, arguments, problem):
+    outcome = tierkv("evictions", *arguments)
+    assert (outcome.code, node.asked) == (2, [])
+
+
+def test_a_picture_is_drawn_and_one_that_can_not_be_is_said_before(tierkv, node, journal, tmp_path, fonts):
+    journal["evictions"] = report(line(LLAMA, regret_tokens=50, regret_seconds=3.0))
+    assert tierkv("evictions", "--plot", str(tmp_path / "e.png")).code == 0
+    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
+    node.asked.clear()
+    assert tierkv("evictions", "--plot", str(tmp_path / "e.txt")).code == 2
+    assert node.asked == []
+
+
+def test_nobody_is_there_and_no_directory_was_named(tierkv, node, journal):
+    node.is_there = False
+    assert tierkv("evictions", "--endpoint", "/nowhere").code == 5
+    assert tierkv("audit", "--endpoint", "/nowhere").code == 5
+
+
+# ---- audit
+
+
+def difference(number: int, **changes) -> Difference:
+    values = {"tier": "nvme", "what": "files", "booked_bytes": 4096, "counted_bytes": 0, "found_at": 1.8e9}
+    return Difference(**(values | {"group": "ab" * 32, "number": number} | changes))
+
+
+def test_an_audit_without_a_difference_is_code_0(tierkv, node, journal):
+    journal["audit"] = AuditReply(id=1, finished=True, host_bytes=2**20, groups=(GroupCount(LLAMA, 3, 2**30, 2**30),))
+    outcome = tierkv("audit")
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "no difference is open")
+    assert "3 files of 1 group, 1.0 GiB" in outcome.out
+    found = tierkv("audit", "--json").json
+    assert (found["files"], found["nvme_bytes"], found["host_bytes"], found["open"]) == (3, 2**30, 2**20, 0)
+
+
+def test_an_open_difference_is_code_4_and_a_resolved_one_is_listed_when_asked_for(tierkv, node, journal):
+    table = (
+        difference(1, resolution="was me", resolved_at=1.0),
+        difference(2, path="models/x/notes.kv", what="foreign"),
+    )
+    journal["audit"] = AuditReply(id=1, finished=True, table=table)
+    outcome = tierkv("audit")
+    assert outcome.code == 4
+    assert "models/x/notes.kv" in outcome.out
+    assert "was me" not in outcome.out
+    assert "1 difference open" in outcome.out
+    assert "was me" in tierkv("audit", "--all").out
+    assert [one["state"] for one in tierkv("audit", "--json").json["differences"]] == ["resolved", "open"]
+
+
+def test_a_difference_is_resolved_by_number_and_words(tierkv, node, journal):
+    for arguments in (
+        ["--resolve", "1"],
+        ["--as", "x"],
+        ["--resolve", "0", "--as", "x"],
+        ["--resolve", "1", "--as", " "],
+    ):
+        assert tierkv("audit", *arguments).code == 2
+    assert node.asked == []
+    journal["audit"] = AuditReply(id=1, finished=True, table=(difference(1, resolution="x"),))
+    assert tierkv("audit", "--resolve", "1", "--as", " x ").code == 0
+    assert node.asked == [("audit", {"resolve": 1, "resolution": "x"})]
+    journal["audit"] = AuditReply(id=1, finished=True, known=False)
+    outcome = tierkv("audit", "--resolve", "7", "--as", "x")
+    assert (outcome.code, "there is no difference 7" in outcome.err) == (4, True)
+
+
+def test_what_could_not_be_looked_at_is_code_4(tierkv, node, journal):
+    journal["audit"] = AuditReply(id=1, finished=True, problem="models/ab: can't be listed")
+    outcome = tierkv("audit")
+    assert (outcome.code, "can't be listed" in outcome.err) == (4, True)

@@ -1,0 +1,151 @@
+"""`tierkv audit`: hold what is there against what is booked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from tierkv_cli.options import Where, json_option, where_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierkv.core.instructions import Difference
+    from tierkv.wire.messages import AuditReply
+
+INCOMPLETE = 4
+
+
+@click.command(short_help="Hold what is there against what is booked.")
+@click.option("--resolve", metavar="ID", type=click.IntRange(min=1), help="Close the difference with this number.")
+@click.option("--as", "resolution", metavar="TEXT", help="With --resolve: what it was, for whoever reads it later.")
+@click.option("--all", "shows_all", is_flag=True, help="Also list differences that are resolved.")
+@json_option
+@where_options
+def command(*, where: Where, resolve: int | None, resolution: str | None, shows_all: bool, as_json: bool) -> int:
+    """Recount every tier, the files of each group and the slots of host memory, and hold that against the balances of
+    the journal. The node does it while it serves; without a running node its data directory is counted here, locked.
+
+    What differs is written to a table (journal/differences.json) and stays open until somebody resolves it:
+    `tierkv audit --resolve ID --as TEXT`. A difference is booked at once, so it is told once: nothing of the cache is
+    lost or wrong by it. Files that others removed, put there or changed make differences, and so would a bug of tierkv;
+    kill -9 and power loss make none (what they may explain is resolved from the start, and says so). A node recounts at
+    each start by itself.
+
+    Exit code 4 when a difference is open, or when not all could be looked at; 0 when all agrees.
+    """
+    from tierkv_cli.output import console, print_json
+
+    if (resolve is None) != (not (resolution or "").strip()):
+        raise click.UsageError("say --resolve ID and --as TEXT together", click.get_current_context(silent=True))
+    try:
+        reply = run(where, resolve or 0, (resolution or "").strip())
+    except KeyboardInterrupt:
+        click.echo("tierkv: interrupted before its end; nothing is lost by that", err=True)
+        return INCOMPLETE
+    if not reply.known:
+        click.echo(f"tierkv: there is no difference {resolve}", err=True)
+        return INCOMPLETE
+    is_open = [row for row in reply.table if row.is_open]
+    if as_json:
+        print_json(as_object(reply))
+    else:
+        screen = console()
+        for part in view(reply, shows_all=shows_all, was_counted=resolve is None):
+            screen.print(part)
+    if reply.problem:
+        click.echo(f"tierkv: not all could be looked at: {reply.problem}", err=True)
+    return INCOMPLETE if is_open or reply.problem else 0
+
+
+def run(where: Where, resolve: int, resolution: str) -> AuditReply:
+    from tierkv_cli.progress import Meter
+    from tierkv_cli.reach import operator, wait_ready
+
+    with Meter("audit") as meter:
+        with operator(where) as node:
+            if node.is_connected() or where.endpoint is not None:
+                wait_ready(node, meter)
+                return _last(node.audit(resolve=resolve, resolution=resolution), meter)
+
+        from tierkv_cli.offline_journal import audit_offline
+
+        return _last(audit_offline(where.settings().settings, resolve=resolve, resolution=resolution), meter)
+
+
+def _last(steps: Iterator[AuditReply], meter: object) -> AuditReply:
+    from tierkv_cli.progress import Meter
+
+    assert isinstance(meter, Meter)
+    for step in steps:
+        if step.finished:
+            return step
+        meter.say(step.stage, step.done, step.total)
+    raise AssertionError("an audit ends with a step that is finished")
+
+
+def as_object(reply: AuditReply) -> dict[str, object]:
+    from tierkv_cli.output import plain
+
+    return {
+        "groups": plain(reply.groups),
+        "files": sum(group.files for group in reply.groups),
+        "nvme_bytes": sum(group.counted_bytes for group in reply.groups),
+        "host_bytes": reply.host_bytes,
+        "open": sum(row.is_open for row in reply.table),
+        "differences": [plain(row) | {"state": "open" if row.is_open else "resolved"} for row in reply.table],
+        "problem": reply.problem,
+    }
+
+
+# ---- for people
+
+
+def view(reply: AuditReply, *, shows_all: bool, was_counted: bool) -> Iterator[RenderableType]:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import at, count, table
+
+    if was_counted:
+        files = sum(group.files for group in reply.groups)
+        on_disk = human_size(sum(group.counted_bytes for group in reply.groups))
+        yield (
+            f"counted {count(files, 'file')} of {count(len(reply.groups), 'group')}, {on_disk}; "
+            f"host memory {human_size(reply.host_bytes)}"
+        )
+    shown = [row for row in reply.table if row.is_open or shows_all]
+    if shown:
+        numbers = ("id", "booked", "counted", "difference")
+        heads = ("id", "state", "found", "tier", "what", "booked", "counted", "difference", "resolution")
+        rows = table(*heads, numbers=numbers)
+        for row in shown:
+            rows.add_row(
+                str(row.number),
+                "open" if row.is_open else "resolved",
+                f"{at(row.found_at)} ({row.found_by})",
+                row.tier,
+                _what(row),
+                human_size(row.booked_bytes),
+                human_size(row.counted_bytes),
+                _signed(row.counted_bytes - row.booked_bytes),
+                row.resolution,
+            )
+        yield rows
+    is_open = sum(row.is_open for row in reply.table)
+    if is_open:
+        yield f"{count(is_open, 'difference')} open; say what it was: tierkv audit --resolve ID --as TEXT"
+    else:
+        yield "no difference is open"
+
+
+def _what(row: Difference) -> str:
+    if row.path:
+        return f"{row.what}: {row.path}"
+    return f"{row.what} of group {row.group[:12]}" if row.group else row.what
+
+
+def _signed(num_bytes: int) -> str:
+    from tierkv.config.sizes import human_size
+
+    return ("+" if num_bytes > 0 else "-") + human_size(abs(num_bytes))

@@ -1,0 +1,178 @@
+"""Evictions as lines: added up by model, tenant, reason or prefix, and one line of advice drawn from the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tierkv.core.eviction_report import EvictionLine
+from tierkv.wire.messages import EvictionsReply, GroupLabel
+
+BY = ("model", "tenant", "reason", "prefix")
+
+LITTLE_REGRET = 0.02
+MUCH_REGRET = 0.10
+"""Tokens asked for again, of those that were dropped."""
+
+DAY = 86_400.0
+ENOUGH_SECONDS = 3_600.0
+"""Of less, what it comes to in a day is said with a caution."""
+
+PURGED = bytes(32)
+NOT_WORTH_IT = frozenset({"worth_less", "write_budget"})
+"""Reasons of blocks that were not taken, rather than evicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Sums over evictions. `key` is what tells lines apart, `names` what people call them, by column. Dropped: nowhere
+    any more; the others are still in another tier."""
+
+    key: tuple[str, ...] = ()
+    names: dict[str, str]
+    evictions: int = 0
+    num_bytes: int = 0
+    tokens: int = 0
+    dropped_bytes: int = 0
+    dropped_tokens: int = 0
+    hits: int = 0
+    never_hit: int = 0
+    idle_seconds: float = 0.0  # these two and the value: sums, over tokens and bytes
+    age_seconds: float = 0.0
+    value: float = 0.0
+    last_at: float = 0.0
+    regrets: int = 0
+    regret_tokens: int = 0
+    regret_seconds: float = 0.0
+
+    def add(self, line: EvictionLine) -> Sums:
+        is_dropped = line.target == "dropped"
+        return Sums(
+            key=self.key,
+            names=self.names,
+            evictions=self.evictions + line.evictions,
+            num_bytes=self.num_bytes + line.num_bytes,
+            tokens=self.tokens + line.tokens,
+            dropped_bytes=self.dropped_bytes + line.num_bytes * is_dropped,
+            dropped_tokens=self.dropped_tokens + line.tokens * is_dropped,
+            hits=self.hits + line.hits,
+            never_hit=self.never_hit + line.never_hit,
+            idle_seconds=self.idle_seconds + line.idle_seconds,
+            age_seconds=self.age_seconds + line.age_seconds,
+            value=self.value + line.value,
+            last_at=max(self.last_at, line.last_at),
+            regrets=self.regrets + line.regrets,
+            regret_tokens=self.regret_tokens + line.regret_tokens,
+            regret_seconds=self.regret_seconds + line.regret_seconds,
+        )
+
+    @property
+    def regret(self) -> float:
+        """Tokens asked for again for each one that was dropped: above 1 when the same ones go again and again."""
+        return self.regret_tokens / self.dropped_tokens if self.dropped_tokens else 0.0
+
+    def as_object(self) -> dict[str, object]:
+        return self.names | {
+            "evictions": self.evictions,
+            "bytes": self.num_bytes,
+            "tokens": self.tokens,
+            "dropped_bytes": self.dropped_bytes,
+            "dropped_tokens": self.dropped_tokens,
+            "hits": self.hits,
+            "never_hit": self.never_hit,
+            "mean_idle_seconds": _mean(self.idle_seconds, self.tokens),
+            "mean_age_seconds": _mean(self.age_seconds, self.tokens),
+            "mean_value": self.value / self.num_bytes if self.num_bytes else 0.0,
+            "last_at": self.last_at,
+            "regrets": self.regrets,
+            "regret_tokens": self.regret_tokens,
+            "regret_seconds": round(self.regret_seconds, 3),
+            "regret": round(self.regret, 4),
+        }
+
+
+def _mean(total: float, weight: int) -> float:
+    return round(total / weight, 3) if weight else 0.0
+
+
+def add_up(lines: Iterable[EvictionLine], groups: Iterable[GroupLabel], by: str) -> list[Sums]:
+    """The most regretted first, then the largest."""
+    labels = {label.group: label for label in groups}
+    found: dict[tuple[str, ...], Sums] = {}
+    for line in lines:
+        key, names = _names(line, labels, by)
+        found[key] = found.get(key, Sums(key=key, names=names)).add(line)
+    return sorted(found.values(), key=lambda one: (-one.regret_seconds, -one.dropped_bytes, -one.num_bytes, one.key))
+
+
+def total(lines: Iterable[EvictionLine]) -> Sums:
+    found = Sums(names={})
+    for line in lines:
+        found = found.add(line)
+    return found
+
+
+def _names(line: EvictionLine, labels: Mapping[bytes, GroupLabel], by: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    label = labels.get(line.group)
+    model = _model(line, label)
+    if by == "reason":
+        return (line.reason, line.source, line.target), {
+            "reason": line.reason,
+            "from": line.source,
+            "to": line.target,
+        }
+    if by == "tenant":
+        tenant = label.salt if label is not None else _unknown(line)
+        return (tenant,), {"tenant": tenant}
+    fingerprint = label.fingerprint if label is not None else ""
+    if by == "model":
+        return (fingerprint or model,), {"model": model, "fingerprint": fingerprint}
+    return (line.group.hex(), line.key.hex()), {
+        "model": model,
+        "group": line.group.hex(),
+        "key": line.key.hex(),
+        "first_token": str(line.first_token) if line.key else "",
+    }
+
+
+def _model(line: EvictionLine, label: GroupLabel | None) -> str:
+    if label is None:
+        return _unknown(line)
+    return label.model_name or label.fingerprint[:12] or "(no name)"
+
+
+def _unknown(line: EvictionLine) -> str:
+    return "(purged)" if line.group == PURGED else f"(group {line.group.hex()[:12]})"
+
+
+# ---- advice
+
+
+def advice(report: EvictionsReply) -> str:
+    """One line: what the figures of this span say about capacity."""
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import duration
+
+    seen = total(report.lines)
+    seconds = max(report.until - report.since, 1.0)
+    if not seen.evictions and not seen.regrets:
+        return f"Nothing was evicted in {duration(seconds)}: there is room for all that was stored."
+    if not seen.dropped_tokens and not seen.regrets:
+        return "All that was evicted is still in another tier: nothing has to be computed again for it."
+    a_day = seen.regret_seconds / seconds * DAY
+    again = f"{100 * seen.regret:.1f} % of the tokens that were dropped were asked for again"
+    if seen.regret < LITTLE_REGRET:
+        return f"Fine: {again}. More capacity would bring next to nothing (at most {a_day:,.1f} s of prefill a day)."
+    refused = sum(line.regret_seconds for line in report.lines if line.reason in NOT_WORTH_IT)
+    if refused > seen.regret_seconds / 2:
+        return (
+            f"{again}, most of them never taken by the tier: a larger write budget would save up to "
+            f"{a_day:,.1f} s of prefill a day."
+        )
+    span = f", reckoned from {duration(seconds)} only" if seconds < ENOUGH_SECONDS else ""
+    first = "Too small" if seen.regret >= MUCH_REGRET else "A little tight"
+    dropped_a_day = human_size(int(seen.dropped_bytes / seconds * DAY))
+    return (
+        f"{first}: {again}. More capacity would save up to {a_day:,.1f} s of prefill a day "
+        f"({dropped_a_day} are dropped a day{span})."
+    )

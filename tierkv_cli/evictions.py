@@ -1,0 +1,185 @@
+"""`tierkv evictions`: what was thrown away, and whether that was right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierkv_cli.options import SPAN, Where, json_option, where_options
+from tierkv_cli.plot import check_picture, plot_option
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierkv.wire.messages import EvictionsReply
+    from tierkv_cli.eviction_view import Sums
+
+BY = ("model", "tenant", "reason", "prefix")
+SHOWN = 40
+"""Lines of a table; --json has all."""
+
+INCOMPLETE = 4
+
+
+@click.command(short_help="Show what was evicted, and what of it was asked for again.")
+@click.option("--since", metavar="SPAN", type=SPAN, default="24h", show_default=True, help="How far to look back.")
+@click.option("--by", type=click.Choice(BY), default="model", show_default=True, help="What makes a line.")
+@plot_option
+@json_option
+@where_options
+def command(*, where: Where, since: float, by: str, plot: Path | None, as_json: bool) -> int:
+    """Show what was evicted, how old it was and how often hit, and what that cost: the regret.
+
+    Regret is what was evicted (or refused for want of room) and then asked for again: tokens that engines had to
+    compute once more, and seconds of prefill at prefill_tokens_per_second. "dropped" left the last tier that had it;
+    the rest is still in another one, and is only slower to get. A block that is evicted and regretted again and again
+    counts each time. The last line says what the figures mean for capacity.
+
+    All from the node's journal, which reaches as far back as journal_bytes and journal_days let it; without a running
+    node it is read from the data directory. A node without one tells of the last rows that it keeps in memory. What was
+    purged has no name any more. Exit code 4 when the journal can't be read.
+    """
+    from tierkv_cli.eviction_view import add_up, advice
+    from tierkv_cli.output import console, print_json
+
+    if plot is not None:
+        check_picture(plot)
+    report = read(where, since, by)
+    if report.problem:
+        click.echo(f"tierkv: there is no report: {report.problem}", err=True)
+        return INCOMPLETE
+    lines = add_up(report.lines, report.groups, by)
+    if plot is not None:
+        from tierkv_cli.eviction_plot import draw_evictions
+        from tierkv_cli.plot import picture
+
+        with picture(plot, 9.0, 5.4) as figure:
+            draw_evictions(figure, report)
+    if as_json:
+        print_json(as_object(report, lines, by))
+        return 0
+    screen = console()
+    for part in view(report, lines, by):
+        screen.print(part)
+    click.echo(advice(report))
+    for note in notes(report):
+        click.echo(f"tierkv: {note}", err=True)
+    return 0
+
+
+def read(where: Where, seconds: float, by: str) -> EvictionsReply:
+    """From the node, or from its data directory when there is none. A node that was named by its endpoint alone must be
+    there."""
+    from tierkv_cli.progress import Meter
+    from tierkv_cli.reach import operator, wait_ready
+
+    with operator(where) as node:
+        if node.is_connected() or where.endpoint is not None:
+            with Meter("evictions") as meter:
+                wait_ready(node, meter)
+            *_, report = node.evictions(seconds=seconds, by_prefix=by == "prefix")
+            return report
+
+    from tierkv_cli.offline_journal import evictions_offline
+
+    return evictions_offline(where.settings().settings, seconds, by_prefix=by == "prefix")
+
+
+def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, object]:
+    from tierkv_cli.eviction_view import advice, total
+    from tierkv_cli.output import plain
+
+    return {
+        "by": by,
+        "since": report.since,
+        "until": report.until,
+        "lines": [line.as_object() for line in lines],
+        "total": total(report.lines).as_object(),
+        "buckets": plain(report.buckets),
+        "in_memory": report.in_memory,
+        "damaged_rows": report.damaged,
+        "not_written_rows": report.not_written,
+        "advice": advice(report),
+    }
+
+
+# ---- for people
+
+
+def view(report: EvictionsReply, lines: list[Sums], by: str) -> Iterator[RenderableType]:
+    from tierkv_cli.eviction_view import total
+    from tierkv_cli.output import at, duration, table
+
+    yield f"{at(report.since)} to {at(report.until)} ({duration(report.until - report.since)})"
+    yield ""
+    if not lines:
+        return
+    heads = _HEADS[by]
+    numbers = ("evicted", "dropped", "tokens", "idle", "age", "hits", "no hit", "regret", "tokens again", "lost")
+    shown = table(*heads, *numbers, numbers=numbers)
+    for line in lines[:SHOWN]:
+        shown.add_row(*_labels(line, by), *_numbers(line))
+    if len(lines) > 1:
+        shown.add_section()
+        shown.add_row("total", *[""] * (len(heads) - 1), *_numbers(total(report.lines)))
+    yield shown
+    if len(lines) > SHOWN:
+        yield f"and {len(lines) - SHOWN:,} more lines; --json has all"
+    yield ""
+
+
+_HEADS = {
+    "model": ("model",),
+    "tenant": ("tenant",),
+    "reason": ("reason", "from", "to"),
+    "prefix": ("model", "block", "at"),
+}
+
+
+def _labels(line: Sums, by: str) -> tuple[str, ...]:
+    names = line.names
+    if by == "reason":
+        return names["reason"], names["from"], names["to"]
+    if by == "tenant":
+        return (names["tenant"] or "(no salt)",)
+    if by == "prefix":
+        if not names["key"]:
+            return names["model"], "(others)", ""
+        return names["model"], names["key"][:16], f"{int(names['first_token'] or 0):,}"
+    return (names["model"],)
+
+
+def _numbers(line: Sums) -> tuple[str, ...]:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import duration
+
+    def mean(total: float) -> str:
+        return duration(total / line.tokens) if line.tokens else "-"
+
+    return (
+        human_size(line.num_bytes),
+        human_size(line.dropped_bytes) if line.dropped_bytes else "-",
+        f"{line.dropped_tokens:,}",
+        mean(line.idle_seconds),
+        mean(line.age_seconds),
+        f"{line.hits / line.evictions:.1f}" if line.evictions else "-",
+        f"{100 * line.never_hit / line.evictions:.0f} %" if line.evictions else "-",
+        f"{100 * line.regret:.1f} %" if line.dropped_tokens else "-",
+        f"{line.regret_tokens:,}",
+        f"{line.regret_seconds:,.1f} s",
+    )
+
+
+def notes(report: EvictionsReply) -> Iterator[str]:
+    from tierkv_cli.output import at
+
+    if report.in_memory:
+        yield f"this node has no data directory; it keeps the last evictions in memory, since {at(report.since)}"
+    if report.damaged:
+        yield f"{report.damaged:,} damaged rows of the journal were skipped"
+    if report.not_written:
+        reasons = ", ".join(f"{rows:,} for {reason}" for reason, rows in sorted(report.not_written.items()))
+        yield f"rows are missing, which could not be written: {reasons}"

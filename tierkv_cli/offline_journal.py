@@ -1,0 +1,120 @@
+"""Reports and audits without a node: from its data directory, locked meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from blake3 import blake3
+
+from tierkv.config import Settings
+from tierkv.core.eviction_report import summarize
+from tierkv.errors import DataDirectoryError, StorageError, UnknownFormat
+from tierkv.node.lock import lock_data_directory
+from tierkv.storage.books import Books
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.journal import Journal
+from tierkv.storage.journal_segment import Scan
+from tierkv.storage.namespace import read_identity
+from tierkv.storage.purge_record import read_records
+from tierkv.storage.recount import recount
+from tierkv.storage.walk import Strays, find_groups
+from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
+
+SECONDS_PER_DAY = 86_400.0
+
+
+@contextmanager
+def _locked(settings: Settings, *, read_only: bool) -> Iterator[DataDirectory]:
+    """Raises DataDirectoryInUse when a node has the lock after all, DataDirectoryError when there is nothing."""
+    if settings.data_dir is None:
+        raise DataDirectoryError("without a node there is only a data directory to look at; name one with --data-dir")
+    # Opened before the lock is made: a directory that isn't ours gets no file of ours.
+    with (
+        DataDirectory.open(settings.data_dir, create=False, writable=False, read_only=read_only) as directory,
+        lock_data_directory(settings.data_dir, 0.0),
+    ):
+        yield directory
+
+
+def evictions_offline(settings: Settings, seconds: float, *, by_prefix: bool) -> EvictionsReply:
+    with _locked(settings, read_only=True) as directory:
+        now, scan = time.time(), Scan()
+        try:
+            journal = Journal(
+                directory, max_bytes=settings.journal_bytes, max_age_seconds=1e12, now=now, read_only=True
+            )
+            if journal.is_new:
+                return EvictionsReply(id=0, finished=True, problem="this data directory has no journal yet")
+            since = max(now - seconds, journal.begins())
+            report = summarize(journal.rows(since, scan), since, now, by_prefix=by_prefix)
+        except (StorageError, UnknownFormat) as error:
+            return EvictionsReply(id=0, finished=True, problem=str(error))
+        wanted = {line.group for line in report.lines}
+        return EvictionsReply(
+            id=0,
+            finished=True,
+            since=report.since,
+            until=report.until,
+            lines=report.lines,
+            buckets=report.buckets,
+            groups=tuple(_labels(directory, wanted)),
+            damaged=scan.damaged,
+        )
+
+
+def _labels(directory: DataDirectory, wanted: set[bytes]) -> Iterator[GroupLabel]:
+    for folder in find_groups(directory, Strays()):
+        if folder.group not in wanted:
+            continue
+        try:
+            words = read_identity(directory, folder.fingerprint, folder.group)
+        except StorageError:
+            words = None  # it is shown by its digest
+        if words is not None:
+            identity = words.identity
+            yield GroupLabel(
+                group=folder.group,
+                fingerprint=folder.fingerprint,
+                model_name=words.model_name,
+                adapter=identity.adapter,
+                adapter_name="",
+                salt=blake3(identity.salt.encode()).hexdigest()[:8] if identity.salt else "",
+            )
+
+
+def audit_offline(settings: Settings, *, resolve: int, resolution: str) -> Iterator[AuditReply]:
+    """Files only: what was in memory went with the node. Differences are put into the table, as a node does it."""
+    with _locked(settings, read_only=settings.read_only) as directory:
+        books = Books(
+            directory,
+            max_bytes=settings.journal_bytes,
+            max_age_seconds=settings.journal_days * SECONDS_PER_DAY,
+            now=time.time,
+        )
+        was_closed = books.is_closed
+        try:
+            yield from _audit(directory, books, resolve, resolution)
+        finally:
+            books.close(in_order=was_closed)
+
+
+def _audit(directory: DataDirectory, books: Books, resolve: int, resolution: str) -> Iterator[AuditReply]:
+    done = AuditReply(id=0, finished=True, problem=books.problem)
+    if books.problem:
+        yield done
+        return
+    if resolve:
+        known = books.resolve(resolve, resolution)
+        yield msgspec.structs.replace(done, table=books.table, known=known)
+        return
+    yield AuditReply(id=0, finished=False, stage="files")
+    scopes = [record.scope for record in read_records(directory)]
+    groups = {one.group for scope in scopes for one in scope.groups}
+    purging = frozenset(groups | {one.group for scope in scopes for one in scope.extents})
+    count = recount(directory, books, time.time(), purging=purging)
+    yield msgspec.structs.replace(
+        done, groups=tuple(count.groups), table=books.table, problem="; ".join(count.problems)
+    )
