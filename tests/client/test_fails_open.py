@@ -157,6 +157,35 @@ def test_a_session_that_is_refused_is_a_miss_that_says_why(node: FakeNode, code:
         assert "not today" in client.problem
 
 
+@pytest.mark.scenario("B171", then="the client names the version of either side")
+def test_a_node_of_another_protocol_is_told_with_both_versions(node: FakeNode) -> None:
+    theirs = SessionRefused(code=ErrorCode.PROTOCOL_VERSION, problem="this node speaks protocol 2")
+    node.refuse_sessions = theirs
+    with connect(node.directory) as client:
+        assert "this node speaks protocol 2, and this client protocol 1;" in client.problem
+
+
+@pytest.mark.parametrize("code", [ErrorCode.PROTOCOL_VERSION, "wrong_user"])
+def test_what_stays_wrong_until_somebody_mends_it_is_told_once_even_if_the_node_was_away_before(
+    node: FakeNode, client: Client, group: Group, skip_time: SkipTime, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    """Or whoever starts the right node behind a wrong one would look for something that is away."""
+    node.go()
+    with caplog.at_level(logging.INFO, "tierkv.client"):
+        assert group.match(TOKENS).reason is Reason.NODE_AWAY
+        node.refuse_sessions = SessionRefused(code=code, problem="not this one")
+        node.come()
+        for _ in range(4):
+            skip_time(client, 2.0)  # probes
+            assert group.match(TOKENS).reason is not None
+        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+        assert "not this one" in caplog.records[1].getMessage()
+        node.refuse_sessions = None
+        skip_time(client, 2.0)
+        assert group.match(TOKENS).reason is None
+    assert [record.getMessage().rpartition(" is ")[2] for record in caplog.records][2:] == ["back"]
+
+
 def test_memory_that_is_smaller_than_promised_is_not_mapped(node: FakeNode) -> None:
     node.truncate_arena = True
     with connect(node.directory) as client:
@@ -181,7 +210,7 @@ def test_a_node_of_another_protocol_is_left_alone(node: FakeNode, client: Client
     assert soon(lambda: client._state.session() is None)  # or what it asks under the old session is refused
     node.script[Hello].append(answer(refuse))
     assert not client.is_connected()
-    assert client.problem == "protocol_version: speaks 2"
+    assert client.problem.startswith("protocol_version: speaks 2, and this client protocol 1;")
     skip_time(client, 0.3)
     assert client.is_connected()
 

@@ -17,7 +17,7 @@ import msgspec
 from tierkv.client.answers import reason_of_error
 from tierkv.client.breaker import Permit
 from tierkv.client.groups import GroupRecord
-from tierkv.client.session import Refusal, Session
+from tierkv.client.session import Refusal, Session, describe_refusal
 from tierkv.client.state import ClientState
 from tierkv.client.steps import Ask, Connect, Silence, Step, Tell, Verb
 from tierkv.core.reasons import Reason
@@ -249,7 +249,7 @@ class Asking:
             if session is None:
                 opened: Session | Refusal = yield Connect(soon)
                 if isinstance(opened, Refusal):
-                    self._state.failed(opened.problem)
+                    self._state.failed(opened.problem, lasting=opened.lasting)
                     return Failure(opened.reason)
                 session = opened
             # Hello is the probe, too: a verb of its own may rightly take seconds, this never does.
@@ -273,7 +273,8 @@ class Asking:
             return Failure(Reason.SESSION_GONE, again=True)
         assert isinstance(answer, Failure)
         if answer.error is not None and not answer.again:
-            self._state.failed(f"{answer.error.code}: {answer.error.problem}")  # it won't work a moment later either
+            # It won't work a moment later either.
+            self._state.failed(describe_refusal(answer.error.code, answer.error.problem))
         return answer
 
     def _exchange(self, session: Session, request: Request, until: float) -> Verb[Reply | Failure]:

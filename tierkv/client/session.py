@@ -42,14 +42,17 @@ _REFUSALS: dict[str, Reason] = {
     ErrorCode.PROTOCOL_VERSION: Reason.WIRE_ERROR,
     ErrorCode.MALFORMED: Reason.WIRE_ERROR,
 }
+_LASTING = frozenset({ErrorCode.PROTOCOL_VERSION, "wrong_user"})
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No session, and why. `problem` is for people."""
+    """No session, and why. `problem` is for people. `lasting` names what stays so until somebody changes it; empty for
+    what may be over with the next attempt."""
 
     reason: Reason
     problem: str
+    lasting: str = ""
 
 
 class Session:
@@ -123,13 +126,24 @@ def open_session(
         opened = _exchange(connection, client, maps_arena, until)
     except TimeoutError:
         opened = Refusal(Reason.DEADLINE, f"no answer on {path}")
+    except PermissionError as refused:
+        opened = Refusal(Reason.NODE_AWAY, f"{path}: {refused}", lasting="no_access")
     except OSError as away:
         opened = Refusal(Reason.NODE_AWAY, f"{path}: {away}")
     except WireError as broken:
-        opened = Refusal(Reason.WIRE_ERROR, str(broken))
+        opened = Refusal(Reason.WIRE_ERROR, str(broken), lasting=broken.code)
     if isinstance(opened, Refusal):
         _give_up(connection)
     return opened
+
+
+def describe_refusal(code: str, problem: str) -> str:
+    """The node's words, and ours where the two sides have to be held against each other."""
+    if code != ErrorCode.PROTOCOL_VERSION:
+        return f"{code}: {problem}"
+    return (
+        f"{code}: {problem}, and this client protocol {PROTOCOL_VERSION}; run the same release of tierkv on both sides"
+    )
 
 
 def _give_up(connection: socket.socket) -> None:
@@ -187,7 +201,11 @@ def _accept(connection: socket.socket, packet: bytes, descriptors: list[int], ma
         raise ConnectionResetError("closed before it answered")
     answer = decode_packet(packet)
     if isinstance(answer, SessionRefused):
-        return Refusal(_REFUSALS.get(answer.code, Reason.NODE_AWAY), f"{answer.code}: {answer.problem}")
+        return Refusal(
+            _REFUSALS.get(answer.code, Reason.NODE_AWAY),
+            describe_refusal(answer.code, answer.problem),
+            lasting=answer.code if answer.code in _LASTING else "",
+        )
     if isinstance(answer, InlineGrant):
         return Session(connection, answer, None)
     if not isinstance(answer, SessionGrant):

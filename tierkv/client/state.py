@@ -89,11 +89,15 @@ class ClientState:
         """As far as the last call knows. Takes no permit, so it is for what waits for no answer."""
         return self._breaker.is_closed and not self.closed
 
-    def failed(self, problem: str) -> None:
+    def failed(self, problem: str, *, lasting: str = "") -> None:
+        """`lasting` names what stays so until somebody changes it: told once, even if the node was away before."""
         now = self.clock()
         with self._lock:
             self.problem = problem
             worth_a_line = self._breaker.is_closed and now - self._logged_at >= LOG_EVERY_SECONDS
+            if lasting and lasting not in self._warned:
+                self._warned.add(lasting)
+                worth_a_line = True
             self._breaker.failed(now)
             if worth_a_line:
                 self._logged_at = now
