@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 
 from tests.integrations.vllm.engine import transfer
 from tierkv.errors import ConfigError
+from tierkv.integrations.vllm import TierkvConnector
 from tierkv.integrations.vllm.adapters import AdapterPolicy
 from tierkv.integrations.vllm.options import Options
 
@@ -71,3 +72,9 @@ def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known() -> None
         ConfigError, match=r"kv_connector_extra_config\.end_point: unknown; known are endpoint, data_dir"
     ):
         read(end_point="/run/tierkv")
+
+
+def test_what_is_wrong_is_refused_when_vllm_asks_about_cuda_graphs_before_it_loads_the_weights() -> None:
+    assert TierkvConnector.requires_piecewise_for_cudagraph({"endpoint": "/run/tierkv"}) is False
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.end_point: unknown"):
+        TierkvConnector.requires_piecewise_for_cudagraph({"end_point": "/run/tierkv"})

@@ -60,6 +60,16 @@ def test_another_version_that_has_it_all_is_warned_of(
         assert part in caplog.messages[0]
 
 
+def test_a_process_is_warned_once_however_often_vllm_asks_for_the_class(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.delitem(vars(package), "TierkvConnector", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert {package.TierkvConnector for _ in range(3)} == {TierkvConnector}
+    assert len(caplog.messages) == 1
+
+
 def test_another_version_that_lacks_something_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")

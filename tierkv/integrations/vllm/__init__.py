@@ -15,7 +15,8 @@ __all__ = ["TierkvConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """The connector when vLLM asks for it, and not before it is known that this vLLM has what it needs."""
+    """The connector when vLLM asks for it, and not before it is known that this vLLM has what it needs. It asks for it
+    several times in a process; the later ones find what the first has left here."""
     if name != "TierkvConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tierkv.integrations.vllm.version import check_interface  # noqa: PLC0415
@@ -23,4 +24,5 @@ def __getattr__(name: str) -> Any:
     check_interface()
     from tierkv.integrations.vllm.connector import TierkvConnector  # noqa: PLC0415
 
+    globals()[name] = TierkvConnector
     return TierkvConnector

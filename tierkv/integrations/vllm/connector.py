@@ -104,6 +104,13 @@ class TierkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """It doesn't. vLLM asks before it loads the weights, with the options in hand: what is wrong in them is refused
+        then, and not after a long load."""
+        Options.of(extra_config)
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierkvStats:
         return TierkvStats(data=data or {})
 

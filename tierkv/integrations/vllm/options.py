@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,9 +33,13 @@ class Options(BaseModel):
     @classmethod
     def read(cls, transfer_config: Any) -> Options:
         """ConfigError names the field, and what it may be."""
-        given = dict(transfer_config.kv_connector_extra_config or {})
+        return cls.of(transfer_config.kv_connector_extra_config or {})
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """As `read`."""
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(dict(given))
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join([NAME, *map(str, first["loc"])])

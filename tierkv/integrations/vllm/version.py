@@ -46,6 +46,7 @@ USED: tuple[Used, ...] = (
     # the connector: what vLLM calls
     _overridden("__init__", "vllm_config", "role", "kv_cache_config"),
     _overridden("requires_kv_delivery"),
+    _overridden("requires_piecewise_for_cudagraph", "extra_config"),
     _overridden("build_kv_connector_stats", "data"),
     _overridden("build_prom_metrics", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     _overridden("bind_gpu_block_pool", "gpu_block_pool"),
