@@ -80,6 +80,14 @@ def test_one_good_window_in_a_bad_stretch_is_not_being_back() -> None:
     assert found.watched_seconds == 15.0
 
 
+def test_a_good_window_is_no_return_when_the_minute_after_it_is_bad_though_all_ends_well() -> None:
+    good, bad = window(0, 5, asked=5_000, hit=4_000), window(5, 60, asked=55_000, hit=27_500)
+    found = cliff_of(
+        start(good, bad, window(60, 75, asked=15_000, hit=12_000), window(75, 600, asked=10**6, hit=800_000))
+    )
+    assert found.back_seconds == 75.0
+
+
 def test_a_window_in_which_nothing_was_asked_is_no_return() -> None:
     quiet = window(0, 5, asked=0, hit=0, acquires=0)
     found = cliff_of(start(quiet, window(5, 10, asked=1_000, hit=900)))

@@ -114,12 +114,18 @@ def quantile(counts: list[int], share: float) -> float | None:
 
 
 def _back(windows: tuple[Window, ...], known: Window) -> float | None:
-    """The end of the first window in which the hit rate was back, and after which it stayed so on the whole."""
-    wanted = BACK_SHARE * known.all_hit_tokens
+    """The end of the first window in which the hit rate was back, and was so in the minute from there on, and in all
+    that is on record after it: one lucky window is no return."""
+
+    def is_back(some: tuple[Window, ...]) -> bool:
+        found = total(some)
+        wanted = BACK_SHARE * known.all_hit_tokens * found.asked_tokens
+        return found.asked_tokens > 0 and found.all_hit_tokens * known.asked_tokens >= wanted
+
     for index, window in enumerate(windows):
-        rest = total(windows[index:])
-        is_back = window.asked_tokens and window.all_hit_tokens * known.asked_tokens >= wanted * window.asked_tokens
-        if is_back and rest.all_hit_tokens * known.asked_tokens >= wanted * rest.asked_tokens:
+        rest = windows[index:]
+        minute = tuple(one for one in rest if one.begins < window.begins + FIRST_SECONDS)
+        if is_back((window,)) and is_back(minute) and is_back(rest):
             return window.ends
     return None
 
