@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tierkv.storage.disk_usage import DiskUse
-    from tierkv.wire.messages import PinnedTier, TierUsage, UsageReply, UsageRow
+    from tierkv.wire.messages import NvmeWear, PinnedTier, TierUsage, UsageReply, UsageRow
 
 BY = ("model", "adapter", "tenant", "group")
 
@@ -50,6 +50,7 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
                 "total": total(lines).as_object(),
                 "tiers": plain(usage.tiers),
                 "pinned": plain(pinned),
+                "wear": plain(usage.wear),
                 **({"disk": disk_as_object(on_disk)} if disk else {}),
             }
         )
@@ -191,6 +192,25 @@ def view(
         yield "nothing is cached yet"
     yield ""
     yield _tier_table(usage.tiers, {tier.tier: tier.held_bytes for tier in pinned})
+    if usage.wear is not None:
+        yield ""
+        yield wear_line(usage.wear)
+
+
+def wear_line(wear: NvmeWear) -> str:
+    """What is written to the drive, against what it may have and for what it was good."""
+    from tierkv.config.sizes import human_size
+
+    today = f"written to nvme: {human_size(wear.today_bytes)} today (UTC)"
+    if wear.day_bytes:
+        today += f" of {human_size(wear.day_bytes)}, {wear.today_bytes / wear.day_bytes:.0%}"
+    if wear.waiting_extents:
+        today += f"; {wear.waiting_extents:,} extents wait for the budget"
+    since = f"since the start {human_size(wear.written_bytes)}"
+    if wear.reused_tokens:
+        each = round(wear.written_bytes / wear.reused_tokens)
+        return f"{today}; {since}, {human_size(each)} for each of {wear.reused_tokens:,} tokens reused"
+    return f"{today}; {since}, nothing reused yet"
 
 
 def _lines_table(lines: list[Line], by: str) -> RenderableType:

@@ -14,6 +14,7 @@ import pytest
 from tierkv.core.starts import Start
 from tierkv.errors import NodeUnreachable
 from tierkv.wire.messages import (
+    NvmeWear,
     PinnedTier,
     PinsReply,
     StartsReply,
@@ -61,6 +62,7 @@ class FakeNode:
     statuses: list[Any] = field(default_factory=list)
     rows: tuple[UsageRow, ...] = ()
     tiers: tuple[TierUsage, ...] = ()
+    wear: NvmeWear | None = None
     steps: list[WarmupReply | VerifyReply | BaseException | int] = field(default_factory=list)
     later_steps: list[list[WarmupReply | VerifyReply | BaseException | int]] = field(default_factory=list)
     pinned: tuple[PinnedTier, ...] = ()
@@ -80,7 +82,7 @@ class FakeNode:
 
     def usage(self) -> UsageReply:
         self._require()
-        return UsageReply(id=1, rows=self.rows, tiers=self.tiers)
+        return UsageReply(id=1, rows=self.rows, tiers=self.tiers, wear=self.wear)
 
     def pins(self) -> PinsReply:
         self._require()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.conftest import GIB, status, tier, usage_row
+from tierkv.wire.messages import NvmeWear
 from tierkv_cli.du import BY, aggregate, total
 
 ROWS = (
@@ -75,6 +76,21 @@ def test_a_group_is_described_in_words(tierkv, node):
 
 def test_nothing_cached_is_said(tierkv, node):
     assert "nothing is cached yet" in tierkv("du").out
+
+
+def test_what_was_written_today_is_held_against_the_budget_and_what_it_was_good_for(tierkv, node):
+    node.rows = ROWS
+    node.wear = NvmeWear(GIB, 4 * GIB, 10 * GIB, 1_000_000, 3)
+    out = " ".join(tierkv("du").out.split())
+    assert "written to nvme: 1.0 GiB today (UTC) of 4.0 GiB, 25%; 3 extents wait for the budget" in out
+    assert "since the start 10.0 GiB, 10.5 KiB for each of 1,000,000 tokens reused" in out
+    assert tierkv("du", "--json").json["wear"]["today_bytes"] == GIB
+    node.wear = NvmeWear(0, 0, 0, 0, 0)
+    out = " ".join(tierkv("du").out.split())
+    assert "written to nvme: 0 B today (UTC); since the start 0 B, nothing reused yet" in out
+    node.wear = None
+    assert "written" not in tierkv("du").out
+    assert tierkv("du", "--json").json["wear"] is None
 
 
 def test_json_has_bytes_and_whole_digests(tierkv, node):

@@ -49,6 +49,8 @@ VALUES = {
     "seal_after_seconds": ("1", "2", 3.5),
     "touch_seconds": ("1.5", "2.5", 3.5),
     "prefill_tokens_per_second": ("1", "2", 3.5),
+    "eviction_policy": ('"lru"', "arc", "gdsf"),
+    "nvme_write_bytes_per_day": ('"1GiB"', "2GiB", "3GiB"),
     "index_map_bytes": ('"1MiB"', "2MiB", "3MiB"),
     "io_threads": ("1", "2", 3),
     "inflight_writes": ("1", "2", 3),

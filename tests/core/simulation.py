@@ -437,6 +437,7 @@ class Bench:
         persistent: bool = True,
         pinned_share: float = 0.1,
         auto_pin_share: float = 0.0,
+        policy: str = "density",
     ) -> None:
         self.now = 1_000.0
         self.limits = Limits(
@@ -451,6 +452,7 @@ class Bench:
             page_bytes=PAGE,
             pinned_share=pinned_share,
             auto_pin_share=auto_pin_share,
+            policy=policy,
         )
         self.spec = make_group(ranks=ranks, block_tokens=block_tokens, persistent=persistent)
         self.disk = disk if disk is not None else Disk()

@@ -184,6 +184,8 @@ class CacheMachine(RuleBasedStateMachine):
         session_slots=st.sampled_from([100, 100, 100, 3]),
         inflight=st.integers(1, 2),
         pinned_share=st.sampled_from([0.5, 0.3, 1.0, 0.0]),
+        policy=st.sampled_from(["density", "density", "lru", "arc", "gdsf", "literal"]),
+        budget=st.sampled_from([0, 0, 1, 20]),
     )
     def begin(
         self,
@@ -198,6 +200,8 @@ class CacheMachine(RuleBasedStateMachine):
         session_slots: int,
         inflight: int,
         pinned_share: float,
+        policy: str,
+        budget: int,
     ) -> None:
         self.ranks = ranks
         self.groups = [make_group(block_tokens=block_tokens, ranks=ranks)]
@@ -222,6 +226,8 @@ class CacheMachine(RuleBasedStateMachine):
             page_bytes=PAGE,
             staged_seconds=STAGED_SECONDS,
             pinned_share=pinned_share,
+            policy=policy,
+            nvme_write_bytes_per_day=budget * 24 * 4 * PAGE,
         )
         self.prompts = [
             Prompt(spec, tuple(int(choice) for choice in choices for _ in range(block_tokens)))
@@ -812,6 +818,13 @@ class CacheMachine(RuleBasedStateMachine):
         )
         wakeup = self.state.next_wakeup()
         assert wakeup is None or wakeup > self.now, "the front would spin"
+
+    @rule()
+    def learn(self) -> None:
+        """As after many more requests than there can be here."""
+        hazards = self.state._ledger.reuse.hazards
+        hazards.request(self.now)
+        hazards._learn(self.now)
 
     # ---- the storage worker and its disk
 

@@ -94,6 +94,14 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"prefill_tokens_per_second": limits},
         "tests/core/test_ghosts.py::test_asking_for_what_was_evicted_is_told_as_a_regret_with_what_it_costs",
     ),
+    "eviction_policy": (
+        {"policy": limits},
+        "tests/core/value/test_orders.py::test_with_data_density_is_something_else",
+    ),
+    "nvme_write_bytes_per_day": (
+        {"nvme_write_bytes_per_day": limits},
+        "tests/core/test_admission.py::test_past_the_budget_only_what_was_used_again_is_written",
+    ),
     "index_map_bytes": (
         {"index_map_bytes": worker},
         "tests/storage/test_catalog.py::test_a_huge_map_is_had_whole",

@@ -51,6 +51,7 @@ from tierkv.wire.messages import (
     Match,
     MatchReply,
     NotReady,
+    NvmeWear,
     OpenGroup,
     OpenGroupReply,
     Pin,
@@ -302,6 +303,7 @@ REPLIES: tuple[Reply, ...] = (
             ),
         ),
         tiers=(_TIER,),
+        wear=NvmeWear(today_bytes=2**30, day_bytes=2**40, written_bytes=2**33, reused_tokens=12_345, waiting_extents=6),
     ),
     StatusReply(
         id=12,

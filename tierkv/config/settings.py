@@ -29,6 +29,7 @@ from tierkv.config.parsers import (
     whole,
 )
 from tierkv.config.sizes import GiB, MiB, format_size, human_size, parse_size
+from tierkv.core.value.names import PolicyName
 from tierkv.errors import ConfigError
 from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir, excess_bytes, user_socket_name
 
@@ -168,6 +169,18 @@ class Settings(BaseModel):
         "from it.",
         unit="tokens/second",
         topic="What stays",
+    )
+    eviction_policy: Annotated[PolicyName, named(one_of(*get_args(PolicyName)))] = _setting(
+        "density",
+        "What goes first when a tier is full. density: what saves least for its bytes, by how blocks of its kind were "
+        "used again. For comparison: lru, last use alone; arc; gdsf; literal, tokens saved x hit rate.",
+    )
+    nvme_write_bytes_per_day: Size = _setting(
+        0,
+        "What may be written to NVMe a day, from the drive's endurance. While it lasts all is written; past it, what "
+        "was used again, the dearest first. 0: no limit.",
+        unit="size",
+        example='"2TiB"',
     )
     io_threads: Annotated[int, named(whole(1, 256))] = _setting(
         4, "Threads of the storage worker that read and write files.", unit="threads", topic="Work"

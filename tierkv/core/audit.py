@@ -15,6 +15,8 @@ from tierkv.core.ledger import Ledger
 from tierkv.core.pinned import Stay
 from tierkv.core.pins import Pins
 from tierkv.core.residency import NvmeState
+from tierkv.core.value.hazards import TOKENS_OF_A_UNIT
+from tierkv.core.value.kinds import NUM_KINDS
 from tierkv.core.wiping import Wiping
 from tierkv.errors import BrokenInvariant
 
@@ -25,6 +27,7 @@ def check(ledger: Ledger, cascade: Cascade, wiping: Wiping, pins: Pins) -> None:
     _check_extents(ledger)
     _check_branches(ledger)
     _check_orders(ledger)
+    _check_exposures(ledger)
     _check_sums(ledger, cascade)
     _check_grants(ledger)
     _check_pins(ledger, pins)
@@ -127,6 +130,22 @@ def _check_orders(ledger: Ledger) -> None:
             _require(extent in order, f"may leave host memory and is not on offer: {extent!r}")
         if ledger.may_leave_nvme(extent):
             _require(extent in ledger.nvme_order, f"may leave NVMe and is not on offer: {extent!r}")
+
+
+def _check_exposures(ledger: Ledger) -> None:
+    """Each block that is cached or remembered waits for its next use, in one kind, since one time."""
+    there: dict[int, Counter[int]] = {kind: Counter() for kind in range(NUM_KINDS)}
+    for extent in ledger.tree:
+        tokens = ledger.group_of(extent).block_tokens
+        there[extent.kind][int(extent.last_used)] += extent.hot_blocks * tokens
+        there[extent.tail_kind][int(extent.tail_used)] += (extent.num_blocks - extent.hot_blocks) * tokens
+    for ghost in ledger.ghosts:
+        there[ghost.kind][int(ghost.last_used)] += ghost.tokens
+    for kind, tokens_by_second in there.items():
+        counted = ledger.reuse.hazards.waiting_by_second(kind)
+        for second, units in counted.items():
+            waiting = tokens_by_second[second] / TOKENS_OF_A_UNIT
+            _require(abs(waiting - units) < 1e-6, f"of kind {kind}, used at {second}: {units} counted, {waiting} there")
 
 
 def _check_sums(ledger: Ledger, cascade: Cascade) -> None:

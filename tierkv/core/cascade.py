@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from tierkv.core.admission import Admission
 from tierkv.core.extent import Extent
 from tierkv.core.grants import Dropped, Evicted, NeverHit
 from tierkv.core.instructions import (
@@ -28,13 +29,14 @@ from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Departure, Group, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeEvent, NvmeState
-from tierkv.core.slab_relief import find_relief, has_older
-from tierkv.core.value import Rank
+from tierkv.core.slab_relief import find_relief, has_cheaper
+from tierkv.core.value.order import Rank
 from tierkv.errors import BrokenInvariant
 
 IN_VAIN = 10
 """A group that has filled NVMe so many times over without a single hit is told of."""
 
+_TURNED_DOWN = (Reason.WRITE_BUDGET, Reason.WORTH_LESS)
 _WRITE_HOLD = "write"
 _INODES_OF_A_FILE = 2  # with a folder of its own, as far as is known between two looks at the file system
 _FOLDERS_OF_A_WRITE = 2  # inodes that a file may need beside its own
@@ -43,6 +45,14 @@ EVICTIONS_AT_A_TIME = 128
 
 _FILES_AT_A_TIME = 8  # evicted beyond what is needed when inodes are short
 _READ_ONLY_RETRY_SECONDS = 30.0  # nothing is removed there until it can be written again, and then at once
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """`slots` that can be had now. `refused` of those asked for are not worth what would have to go for them."""
+
+    slots: int
+    refused: int
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +76,14 @@ class _ReadOp:
     unclean: bool = False  # what was purged may lie in its slots until they are filled
 
 
+def _is_below(rank: Rank | None, victim: Rank | None) -> bool:
+    return rank is not None and victim is not None and rank < victim
+
+
 class Cascade:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self.admission = Admission(ledger)
         self._next_op = 1
         self._ops: dict[int, _WriteOp | _RemoveOp | _ReadOp] = {}
         self._num_removes = 0  # of them
@@ -102,15 +117,23 @@ class Cascade:
 
     # ---- room in host memory
 
-    def make_room(self, slot_bytes: int, count: int, now: float) -> int:
-        """Evict until `count` slots of this size can be had, or nothing more may go. Returns how many can be had."""
+    def make_room(
+        self, slot_bytes: int, count: int, now: float, rank_of_new: Callable[[int], Rank | None] = lambda index: None
+    ) -> Room:
+        """Evict until `count` slots of this size can be had, or nothing more may go. What is to come into the last slot
+        is refused instead while it ranks below the next victim: `rank_of_new(index)`, None where it must come in."""
         ledger = self._ledger
+        order = ledger.host_order(slot_bytes)
+        wanted = count
         may_relieve = True
         while (have := ledger.pool.available(slot_bytes)) < count:
             if ledger.wiping_bytes >= (count - have) * slot_bytes:
                 break  # there will be room in a moment: nobody's blocks go for it
             may_relieve = may_relieve and self._relieve(slot_bytes, now)
             if may_relieve:
+                continue
+            if _is_below(rank_of_new(count - 1), order.cheapest(now)):
+                count -= 1
                 continue
             if not (
                 self._evict_next(slot_bytes, count - have, now)
@@ -119,33 +142,38 @@ class Cascade:
             ):
                 self._seal_for_room(slot_bytes, now)
                 break
-        return min(count, ledger.pool.available(slot_bytes))
+        return Room(min(count, ledger.pool.available(slot_bytes)), wanted - count)
 
-    def make_ready(self, slot_bytes: int, count: int, now: float) -> None:
+    def make_ready(self, slot_bytes: int, count: int, now: float, rank_of_new: Rank | None) -> None:
         """Like `make_room`, ahead of the asking: takes only what is next in the order anyway."""
         pool = self._ledger.pool
+        order = self._ledger.host_order(slot_bytes)
         may_relieve = True
         while (have := pool.available(slot_bytes)) < count:
             may_relieve = may_relieve and self._relieve(slot_bytes, now)
-            if not (may_relieve or self._evict_next(slot_bytes, count - have, now)):
+            if may_relieve:
+                continue
+            if _is_below(rank_of_new, order.cheapest(now)) or not self._evict_next(slot_bytes, count - have, now):
                 return
 
     def _relieve(self, slot_bytes: int, now: float) -> bool:
         """Take a slab of another size in which all is older than what this one would have to give up. Else a size that
         came late would live on one slab beside another's old blocks for ever."""
-        rank = self._ledger.host_order(slot_bytes).oldest()
-        return rank is not None and has_older(self._ledger, slot_bytes, rank) and self._take_slab(slot_bytes, rank, now)
+        rank = self._ledger.host_order(slot_bytes).cheapest(now)
+        if rank is None or not has_cheaper(self._ledger, slot_bytes, rank, now):
+            return False
+        return self._take_slab(slot_bytes, rank, now)
 
     def _evict_next(self, slot_bytes: int, slots_needed: int, now: float) -> bool:
-        victim = self._ledger.host_order(slot_bytes).pop()
+        victim = self._ledger.host_order(slot_bytes).pop(now)
         if victim is not None:
             self._evict_from_host(victim, slots_needed, now)
         return victim is not None
 
-    def _take_slab(self, slot_bytes: int, older_than: Rank | None, now: float) -> bool:
+    def _take_slab(self, slot_bytes: int, below: Rank | None, now: float) -> bool:
         if not self._ledger.pool.fits(slot_bytes):
             return False
-        relief = find_relief(self._ledger, slot_bytes, older_than)
+        relief = find_relief(self._ledger, slot_bytes, below, now)
         before = self._ledger.pool.used_bytes
         for extent, remaining in relief.cuts if relief is not None else ():
             if extent.longest_host_blocks > remaining:
@@ -190,14 +218,14 @@ class Cascade:
                 first_token=extent.first_token + remaining * group.block_tokens,
                 tokens=blocks * group.block_tokens,
                 created=extent.created,
-                last_used=extent.tail_used if remaining >= extent.hot_blocks else extent.last_used,
-                hits=extent.hits,
+                last_used=extent.used_at(remaining),
+                hits=extent.hits_at(remaining),
+                value=ledger.host_order(group.slot_bytes).value(extent, remaining, now),
             )
         )
         if stays_on_nvme:
             for rank in range(group.ranks):
                 ledger.cut_host(extent, rank, remaining, reason, to=Account.COPIED)
-            extent.hot_blocks = min(extent.hot_blocks, remaining)
             if remaining == 0 and self.is_open:
                 extent.tokens = None  # the file's header has them
         else:
@@ -241,9 +269,33 @@ class Cascade:
             self._count_dropped(extent, self.why_not_writable or Reason.NVME_DEGRADED)
             return
         self._unwritten.pop(extent, None)
-        extent.move(NvmeEvent.ADMIT)
-        self._write_queue.append(extent)
+        if not self.admission.may_write(extent, now):
+            extent.why_not_there = Reason.WRITE_BUDGET
+            for given_up in self.admission.wait(extent, now):
+                self._count_dropped(given_up, Reason.WRITE_BUDGET)
+            return
+        self._queue_write(extent)
         self._pump_writes(now)  # and no reads: whoever seals is in the middle of a step, and reads make room
+
+    def used_again(self, extent: Extent, now: float) -> None:
+        """A lease was granted on it. If admission kept it from NVMe, it may be worth more now."""
+        if extent.why_not_there in _TURNED_DOWN and self._may_be_written_again(extent):
+            self._admit(extent, now)
+
+    def _admit_waiting(self, now: float) -> None:
+        """What the budget has room for meanwhile."""
+        while self.is_writable and (extent := self.admission.next_due(self._may_be_written_again, now)) is not None:
+            self._queue_write(extent)
+
+    def next_admission(self) -> float | None:
+        """When the budget has room for what waits, if the tier could write it."""
+        can_write = self.is_open and self.is_worker_up and self.is_writable
+        return self.admission.next_wakeup() if can_write else None
+
+    def _queue_write(self, extent: Extent) -> None:
+        extent.move(NvmeEvent.ADMIT)
+        extent.why_not_there = None
+        self._write_queue.append(extent)
 
     def pump(self, now: float) -> None:
         """Issue what may be issued: reads first, since somebody waits for them."""
@@ -253,6 +305,7 @@ class Cascade:
     def _pump_writes(self, now: float) -> None:
         if not (self.is_open and self.is_worker_up):
             return
+        self._admit_waiting(now)
         blocked: list[Extent] = []
         while self._write_queue and self.is_writable and self._writes_in_flight < self._ledger.limits.inflight_writes:
             extent = self._write_queue[0]
@@ -264,7 +317,7 @@ class Cascade:
                 continue
             need = self._need(extent)
             files = self._ledger.group_of(extent).ranks + _FOLDERS_OF_A_WRITE
-            verdict = self._room_on_nvme(need, extent.nvme_bytes, files, now)
+            verdict = self._room_on_nvme(extent, need, files, now)
             if verdict is Reason.PENDING:
                 break
             self._write_queue.popleft()
@@ -279,16 +332,18 @@ class Cascade:
         group = self._ledger.group_of(extent)
         return max(extent.nvme_bytes, group.ranks * group.file_bytes(extent.num_blocks))
 
-    def _room_on_nvme(self, need: int, reserved: int, files: int, now: float) -> Reason | None:
+    def _room_on_nvme(self, extent: Extent, need: int, files: int, now: float) -> Reason | None:
         """None: there is room. PENDING: there will be when removals end. Else why there is none."""
         capacity = self._ledger.limits.nvme_bytes
         if need > capacity - self.overhead_bytes:
             return Reason.LARGER_THAN_TIER
         if self.spare_files is not None and self.spare_files < files:
             return self._room_for_files(files, now)
-        need -= reserved
+        need -= extent.nvme_bytes  # which are reserved
         if self._nvme_free() >= need:
             return None
+        if self._nvme_free() + self.removing_bytes < need and not self.admission.is_worth_room(extent, now):
+            return Reason.WORTH_LESS
         slack = capacity // 64  # evict in batches, not one for each write
         evicted = 0
         while self._nvme_free() + self.removing_bytes < need + slack and self._evict_from_nvme(now):
@@ -356,6 +411,7 @@ class Cascade:
         self._end_op(report.op)
         counts = self._ledger.counts
         counts.nvme_written_bytes += report.file_bytes
+        self.admission.budget.note_written(report.file_bytes, now)
         counts.nvme_write_seconds += report.seconds
         self._written_bytes[op.extent] = self._written_bytes.get(op.extent, 0) + report.file_bytes
         self._note_written(self._ledger.group_of(op.extent), report.file_bytes)
@@ -409,6 +465,7 @@ class Cascade:
     def _drop_queued(self, extent: Extent, reason: Reason, now: float) -> None:
         """A queued extent will not be written. What an earlier worker may have written of it is removed."""
         self._count_dropped(extent, reason)
+        self.admission.give_back(extent)
         if extent.is_stray:
             extent.move(NvmeEvent.ISSUE)
             self._book_file(extent, extent.nvme_bytes)
@@ -436,7 +493,9 @@ class Cascade:
     def _may_be_written_again(self, extent: Extent) -> bool:
         return (
             extent.in_tree
+            and extent.sealed
             and extent.nvme is NvmeState.ABSENT
+            and self._ledger.group_of(extent).persistent
             and extent.tokens is not None
             and extent.host_blocks == extent.num_blocks
         )
@@ -482,9 +541,9 @@ class Cascade:
         ledger = self._ledger
         if not self.can_remove:
             return False
-        victim = ledger.nvme_order.pop()
+        victim = ledger.nvme_order.pop(now)
         while victim is not None and not ledger.may_leave_nvme(victim):
-            victim = ledger.nvme_order.pop()
+            victim = ledger.nvme_order.pop(now)
         if victim is None:
             return False
         self._leave_nvme(victim, now)
@@ -510,6 +569,7 @@ class Cascade:
                 created=victim.created,
                 last_used=victim.last_used,
                 hits=victim.hits,
+                value=ledger.nvme_order.value(victim, 0, now),
             )
         )
         victim.move(NvmeEvent.EVICT)
@@ -761,7 +821,8 @@ class Cascade:
         # Held while room is made for it, or it could be its own victim.
         who = ("read", rank)
         ledger.hold(extent, who, blocks)
-        slots = ledger.pool.allocate(group.slot_bytes, self.make_room(group.slot_bytes, blocks - first, now))
+        room = self.make_room(group.slot_bytes, blocks - first, now)
+        slots = ledger.pool.allocate(group.slot_bytes, room.slots)
         if not slots:
             ledger.unhold(extent, who)
             self.read_problems[extent] = Reason.NO_ROOM

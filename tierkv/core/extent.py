@@ -14,6 +14,10 @@ from collections.abc import Hashable, Mapping
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeEvent, NvmeState, next_state
+from tierkv.core.value.kinds import kind_of_used
+
+HALF_LIFE_SECONDS = 300.0
+"""Of `heat`: uses, each counting half as much after so long."""
 
 _NO_EXTRAS: Mapping[int, list[bytes]] = {}
 
@@ -44,8 +48,8 @@ class Doomed:
 class Extent:
     """`keys` are packed; `slots[rank]` are the host copies, from the first block on.
 
-    Two segments of recency: blocks [0, hot_blocks) were last used at `last_used`, the cold tail behind them at
-    `tail_used`.
+    Two segments of use: blocks [0, hot_blocks) were last used at `last_used` and have `hits` and `kind`; the cold tail
+    behind them has its own.
     """
 
     __slots__ = (
@@ -58,6 +62,7 @@ class Extent:
         "extras",
         "first_token",
         "group",
+        "heat",
         "hits",
         "holds",
         "hot_blocks",
@@ -65,6 +70,7 @@ class Extent:
         "is_stray",
         "key",
         "keys",
+        "kind",
         "last_append",
         "last_used",
         "longest_gap",
@@ -79,6 +85,8 @@ class Extent:
         "reading",
         "sealed",
         "slots",
+        "tail_hits",
+        "tail_kind",
         "tail_used",
         "tokens",
         "why_not_there",
@@ -118,6 +126,10 @@ class Extent:
         self.tail_used = created
         self.hot_blocks = 0
         self.hits = 0
+        self.kind = 0  # core/value/kinds.py
+        self.heat = 1.0
+        self.tail_hits = 0
+        self.tail_kind = 0
         self.last_append = created
         self.longest_gap = 0.0
 
@@ -155,12 +167,35 @@ class Extent:
     def move(self, event: NvmeEvent) -> None:
         self.nvme = next_state(self.nvme, event, self)
 
+    def used_at(self, index: int) -> float:
+        """When block `index` was last used."""
+        return self.last_used if index < self.hot_blocks else self.tail_used
+
+    def hits_at(self, index: int) -> int:
+        return self.hits if index < self.hot_blocks else self.tail_hits
+
+    def kind_at(self, index: int) -> int:
+        return self.kind if index < self.hot_blocks else self.tail_kind
+
+    def heat_at(self, index: int) -> float:
+        return self.heat if index < self.hot_blocks else 1.0
+
     def touch(self, blocks: int, now: float) -> None:
         """A hit that reached `blocks` blocks deep."""
-        if blocks >= self.num_blocks:
-            self.tail_used = now
-        elif blocks < self.hot_blocks:
-            self.tail_used = self.last_used
+        if blocks < self.hot_blocks:
+            self.tail_used, self.tail_hits, self.tail_kind = self.last_used, self.hits, self.kind
+        gap = max(0.0, now - self.last_used)
         self.hot_blocks = blocks
         self.last_used = now
         self.hits += 1
+        self.kind = kind_of_used(self.hits, gap)
+        self.heat = 1 + self.heat * 2 ** (-gap / HALF_LIFE_SECONDS)
+        if blocks >= self.num_blocks:
+            self.tail_used, self.tail_hits, self.tail_kind = now, self.hits, self.kind
+
+    def use_segments(self, hot_blocks: int, hits: int, kind: int, tail_hits: int, tail_kind: int, now: float) -> None:
+        """Both segments are in use now, and it is no hit."""
+        self.hot_blocks = hot_blocks
+        self.hits, self.kind = hits, kind
+        self.tail_hits, self.tail_kind = tail_hits, tail_kind
+        self.last_used = self.tail_used = now

@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 
+SAME_USE_SECONDS = 60.0
+"""An engine that was refused room and asks for it again so soon is still at the same request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ghost:
     """Consecutive blocks of one prefix, `key` that of the first, `keys` packed those of all. `tier` is the last that
-    had them, `hits` and `last_used` theirs until then."""
+    had them. `hits`, `kind` and `last_used` are theirs; to be asked for (`asked`, since they went) is a use."""
 
     group: bytes
     key: bytes
@@ -33,10 +36,16 @@ class Ghost:
     evicted_at: float
     tier: str
     reason: Reason
+    kind: int = 0  # core/value/kinds.py
+    asked: bool = False
 
     @property
     def tokens(self) -> int:
         return self.blocks * self.block_tokens
+
+    def is_of_this_use(self, now: float) -> bool:
+        """Whether who stores its blocks at `now` is who asked for them, or was just refused them: no further use."""
+        return self.asked or (self.reason is Reason.WORTH_LESS and now - self.evicted_at < SAME_USE_SECONDS)
 
     def part(self, start: int, stop: int) -> Ghost:
         """Blocks [start, stop) of it."""
@@ -51,8 +60,9 @@ class Ghost:
 
     def is_like(self, other: Ghost) -> bool:
         """Whether both went for the same reason, after the same use: what is evicted block by block is one story."""
-        mine = (self.group, self.hits, self.last_used, self.tier, self.reason)
-        return mine == (other.group, other.hits, other.last_used, other.tier, other.reason)
+        mine = (self.group, self.hits, self.kind, self.last_used, self.asked, self.tier, self.reason)
+        its = (other.group, other.hits, other.kind, other.last_used, other.asked, other.tier, other.reason)
+        return mine == its
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +86,19 @@ class Ghosts:
     def __iter__(self) -> Iterator[Ghost]:
         return iter(self._by_key.values())
 
-    def note(self, ghost: Ghost, behind: bytes = b"") -> None:
+    def note(self, ghost: Ghost, behind: bytes = b"") -> list[Ghost]:
         """Blocks can't be matched any more. `behind` is the key of the block that follows them in their extent, if that
-        went before them: then they join its ghost."""
+        went before them: then they join its ghost. Returns what is forgotten for it."""
         follower = self._by_key.get(behind)
         if follower is not None and ghost.is_like(follower):
             del self._by_key[behind]
             ghost = replace(ghost, keys=ghost.keys + follower.keys, blocks=ghost.blocks + follower.blocks)
+        replaced = self._by_key.pop(ghost.key, None)
         self._by_key[ghost.key] = ghost
-        self._by_key.move_to_end(ghost.key)
+        forgotten = [replaced] if replaced is not None else []
         while len(self._by_key) > self._limit:
-            self._by_key.popitem(last=False)
+            forgotten.append(self._by_key.popitem(last=False)[1])
+        return forgotten
 
     def find(self, group: bytes, key: bytes) -> Ghost | None:
         """The ghost whose first block has this key."""
@@ -121,10 +133,16 @@ class Ghosts:
                 self._by_key[rest.key] = rest
         return claimed
 
-    def forget(self, groups: frozenset[bytes] | None) -> None:
-        """Nothing of these groups is remembered from here on; None: of any."""
-        for key in [ghost.key for ghost in self if groups is None or ghost.group in groups]:
-            del self._by_key[key]
+    def put_back(self, ghost: Ghost) -> None:
+        """What `claim` took out and is no less a ghost for that."""
+        self._by_key[ghost.key] = ghost
+
+    def forget(self, groups: frozenset[bytes] | None) -> list[Ghost]:
+        """Nothing of these groups is remembered from here on; None: of any. Returns what was."""
+        forgotten = [ghost for ghost in self if groups is None or ghost.group in groups]
+        for ghost in forgotten:
+            del self._by_key[ghost.key]
+        return forgotten
 
 
 def _common_blocks(keys: bytes, block_keys: list[bytes], start: int) -> int:

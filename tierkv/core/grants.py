@@ -133,7 +133,7 @@ class SealReady:
 class Evicted:
     """Blocks of an extent left a tier; `to` is the tier where they still are, or "dropped".
 
-    `key` and `first_token` are of the first block that went; `created` and `hits` are of its extent. `value` is what
+    `key` and `first_token` are of the first block that went; `created` is of its extent. `value` is what
     the order in force ranked it by: seconds saved per byte and second, 0.0 where it ranks by something else."""
 
     group: bytes
@@ -205,6 +205,7 @@ class TicketState:
     blocks: list[int]  # indices of the granted blocks in the chain
     block_keys: list[bytes]  # theirs
     offsets: list[int]
+    suffix_tokens: int  # of the prompt, behind what was cached and has been hit
     path: list[Extent]  # extents held so that the prefix stays while its continuation is written
     answer: Reservation
     purged: bool = False  # its commit is refused, its slots are wiped
@@ -222,6 +223,17 @@ class Segment:
     extent: Extent
     start: int
     blocks: int
+
+
+def hit_blocks(path: list[Segment]) -> int:
+    """Up to where blocks of the path have ever been hit."""
+    for segment in reversed(path):
+        extent = segment.extent
+        if extent.tail_hits and segment.blocks > extent.hot_blocks:
+            return segment.start + segment.blocks
+        if extent.hits:
+            return segment.start + min(segment.blocks, extent.hot_blocks)
+    return 0
 
 
 def path_blocks(path: list[Segment]) -> int:

@@ -68,7 +68,8 @@ class Leases:
             return Refused(Reason.LAYOUT_MISMATCH)
         path = ledger.tree.walk(group, keys)
         cached = path[-1].start + path[-1].blocks if path else 0
-        self._regret(group, keys, cached)
+        ledger.reuse.hazards.request(now)
+        self._regret(group, keys, cached, now)
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
         resident = self._resident_blocks(path, tuple(by_rank))
         asked = count_keys(keys)
@@ -168,13 +169,14 @@ class Leases:
         due = [lease.deadline for lease in self._waiting.values()]
         return due + [self._revoke_due(lease) for lease in self._ledger.leases.values() if lease.revocable]
 
-    def _regret(self, group: bytes, keys: bytes, cached: int) -> None:
+    def _regret(self, group: bytes, keys: bytes, cached: int, now: float) -> None:
         """Of the blocks behind the cached ones, those that were cached once have to be computed again."""
         ledger = self._ledger
         if not ledger.ghosts:
             return
         for stretch in ledger.ghosts.along(group, split_keys(keys, cached)):
             ghost = stretch.ghost
+            ledger.asked_for(ghost, now)
             ledger.counts.regretted_tokens[ghost.reason] += ghost.tokens
             ledger.effects.append(
                 Regretted(
@@ -256,11 +258,13 @@ class Leases:
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
         if lease.shortened is not None:
             ledger.counts.shortened_leases[lease.shortened] += 1
-        for segment in kept:
-            segment.extent.touch(segment.blocks, now)
+        for segment in reversed(kept):  # the deepest first: of blocks used at one time it is the first to go
+            ledger.use(segment.extent, segment.blocks, now)
             ledger.touched[segment.extent] = None
             ledger.groups[lease.group].last_used = now
             ledger.reconsider(segment.extent)
+        for segment in kept:  # parents first
+            self._cascade.used_again(segment.extent, now)
         ledger.hottest.note(kept, now)
         lease.answer = Lease(
             grant=lease.grant,

@@ -17,14 +17,17 @@ from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Ticke
 from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
 from tierkv.core.journal import Account
-from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES
+from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, split_keys
 from tierkv.core.pinned import Pinned
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
 from tierkv.core.residency import NvmeState
 from tierkv.core.slabs import PAGE_BYTES, SlabPool
-from tierkv.core.value import EvictionOrder, LeastRecentlyUsed, Rank
+from tierkv.core.value.cost import prefill_seconds
+from tierkv.core.value.order import EvictionOrder, Rank
+from tierkv.core.value.policies import order_of
+from tierkv.core.value.reuse import Reuse
 
 Effect = AnyInstruction | Notice
 
@@ -51,6 +54,8 @@ class Limits:
     retry_seconds: float = 1.0
     prefill_tokens_per_second: float = 12_000.0  # of an engine, at the start of a prompt
     ghosts: int = 262_144  # most records of what was evicted
+    policy: str = "density"  # one of PolicyName
+    nvme_write_bytes_per_day: int = 0  # 0: no limit
     pinned_share: float = 0.1
     auto_pin_share: float = 0.0  # part of that, for the hottest prefixes
     ttl: tuple[tuple[str, float], ...] = ()  # names of tenants, and how long what they don't use is kept
@@ -69,6 +74,7 @@ class Group:
     block_tokens: int
     block_bytes: int
     slot_bytes: int
+    seconds_per_byte: float  # that a hit saves: of prefill at the start of a prompt
     persistent: bool
     extents: int = 0
     blocks: int = 0
@@ -102,6 +108,7 @@ class StagedBlock:
     index: int  # in its prompt
     tokens: bytes
     extras: list[bytes]
+    suffix_tokens: int
     slots: dict[int, int]  # rank -> slot
     since: float
 
@@ -161,7 +168,9 @@ class Ledger:
         self.touched: dict[Extent, None] = {}
         self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
         self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
-        self.nvme_order: EvictionOrder = LeastRecentlyUsed()
+        self.reuse = Reuse()
+        self._new_order = order_of(limits.policy, self.reuse.hazards, self)
+        self.nvme_order = self._new_order()
         self.pins = Pinned(*limits.pin_caps())
         self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> slots
         self.on_host_change: Callable[[Extent, int], None] | None = None  # a recount that is going on
@@ -179,12 +188,15 @@ class Ledger:
 
     def add_group(self, spec: GroupSpec) -> Group:
         layout = spec.identity.layout
+        slot_bytes = self.pool.slot_bytes(layout.total_block_bytes)
+        seconds = layout.block_tokens / self.limits.prefill_tokens_per_second
         group = self.groups[spec.group] = Group(
             spec=spec,
             ranks=spec.identity.parallel.shards,
             block_tokens=layout.block_tokens,
             block_bytes=layout.total_block_bytes,
-            slot_bytes=self.pool.slot_bytes(layout.total_block_bytes),
+            slot_bytes=slot_bytes,
+            seconds_per_byte=seconds / (slot_bytes * spec.identity.parallel.shards),
             persistent=spec.persistent and spec.identity.is_persistent,
         )
         return group
@@ -198,7 +210,7 @@ class Ledger:
     def host_order(self, slot_bytes: int) -> EvictionOrder:
         order = self.host_orders.get(slot_bytes)
         if order is None:
-            order = self.host_orders[slot_bytes] = LeastRecentlyUsed()
+            order = self.host_orders[slot_bytes] = self._new_order()
         return order
 
     def blocks_allowed(self, group: Group, holders: list[bytes], blocks: int) -> tuple[int, Reason | None]:
@@ -250,6 +262,8 @@ class Ledger:
         group = self.group_of(extent)
         if departure is not None:
             self._remember(extent, num_blocks, departure)
+        else:
+            self.reuse.cut(extent, num_blocks, group.block_tokens)
         for rank in range(group.ranks):
             if departure is None:
                 self.cut_host(extent, rank, num_blocks, Reason.PURGED, to=Account.PURGED)
@@ -273,7 +287,7 @@ class Ledger:
     def _remember(self, extent: Extent, num_blocks: int, departure: Departure) -> None:
         """Ghosts of the blocks from `num_blocks` on: one a segment, the last first, for each joins what follows it."""
         hot = min(max(num_blocks, extent.hot_blocks), extent.num_blocks)
-        for start, stop, used in ((hot, extent.num_blocks, extent.tail_used), (num_blocks, hot, extent.last_used)):
+        for start, stop in ((hot, extent.num_blocks), (num_blocks, hot)):
             if start == stop:
                 continue
             keys = extent.keys[start * KEY_BYTES : stop * KEY_BYTES]
@@ -284,13 +298,14 @@ class Ledger:
                 blocks=stop - start,
                 first_token=extent.first_token + start * self.group_of(extent).block_tokens,
                 block_tokens=self.group_of(extent).block_tokens,
-                hits=extent.hits,
-                last_used=used,
+                hits=extent.hits_at(start),
+                kind=extent.kind_at(start),
+                last_used=extent.used_at(start),
                 evicted_at=departure.now,
                 tier=departure.tier,
                 reason=departure.reason,
             )
-            self.ghosts.note(ghost, extent.cut_at)
+            self.reuse.forget(self.ghosts.note(ghost, extent.cut_at), departure.now)
             extent.cut_at = ghost.key
 
     def _remove_extent(self, extent: Extent) -> None:
@@ -305,6 +320,34 @@ class Ledger:
         self.pins.leave(extent)
         if above is not None:
             self.reconsider(above)
+
+    # ---- uses
+
+    def use(self, extent: Extent, blocks: int, now: float) -> None:
+        """A hit that reached `blocks` blocks deep."""
+        self.reuse.used(extent, blocks, self.group_of(extent).block_tokens, now)
+
+    def asked_for(self, ghost: Ghost, now: float) -> None:
+        """These blocks, all or the first of a ghost, are asked for: a use like any other."""
+        block_keys = split_keys(ghost.keys)
+        for stretch in self.ghosts.claim(ghost.group, block_keys):
+            self.ghosts.put_back(self.reuse.asked_for(stretch.ghost, now))
+        for order in (self.host_order(self.groups[ghost.group].slot_bytes), self.nvme_order):
+            order.regretted(ghost)
+
+    def store(
+        self, extent: Extent, block_keys: list[bytes], slots: list[list[int]], suffix_tokens: int, now: float
+    ) -> None:
+        """Append blocks that every rank has in host memory (`slots` per rank), computed by a request with a suffix of
+        so many tokens. What is remembered of them as ghosts is theirs again."""
+        group = self.group_of(extent)
+        claimed = self.ghosts.claim(extent.group, block_keys) if self.ghosts else []
+        pieces = self.reuse.pieces(len(block_keys), suffix_tokens, claimed, now)
+        self.reuse.grow(extent, pieces, group.block_tokens, now)
+        extent.last_append = now
+        extent.cut_at = b""
+        group.last_used = now
+        self.grow_extent(extent, b"".join(block_keys), slots)
 
     # ---- host slots of an extent
 
@@ -404,9 +447,28 @@ class Ledger:
             return False
         return extent.sealed or not (self.has_nvme and self.group_of(extent).persistent)
 
-    def rank_of(self, extent: Extent, remaining: int) -> Rank:
-        """How late the blocks from `remaining` on go."""
-        return not extent.is_orphan, extent.tail_used if remaining >= extent.hot_blocks else extent.last_used
+    def rank_of(self, extent: Extent, remaining: int, now: float) -> Rank:
+        """How late the last of the blocks from `remaining` on goes."""
+        order = self.host_order(self.group_of(extent).slot_bytes)
+        return max(
+            order.rank(extent, index, now)
+            for index in {remaining, extent.longest_host_blocks - 1}  # one of each segment
+            if index >= remaining
+        )
+
+    # ---- what a use saves
+
+    def seconds_per_byte(self, extent: Extent) -> float:
+        return self.group_of(extent).seconds_per_byte
+
+    def seconds_per_byte_at(self, extent: Extent, index: int) -> float:
+        group = self.group_of(extent)
+        position = extent.first_token + index * group.block_tokens
+        seconds = prefill_seconds(group.block_tokens, position, self.limits.prefill_tokens_per_second)
+        return seconds / (group.slot_bytes * group.ranks)
+
+    def prefix_tokens(self, extent: Extent, index: int) -> int:
+        return extent.first_token + (index + 1) * self.group_of(extent).block_tokens
 
     def may_leave_nvme(self, extent: Extent) -> bool:
         return (
@@ -427,11 +489,9 @@ class Ledger:
         if floor is None:
             order.withdraw(extent)
         else:
-            order.offer(
-                extent, extent.tail_used if extent.hot_blocks < extent.longest_host_blocks else extent.last_used
-            )
+            order.offer(extent, extent.longest_host_blocks - 1)
         if self.may_leave_nvme(extent):
-            self.nvme_order.offer(extent, extent.last_used)
+            self.nvme_order.offer(extent, 0)
         else:
             self.nvme_order.withdraw(extent)
 

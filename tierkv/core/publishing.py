@@ -31,6 +31,7 @@ class Run:
     block_keys: list[bytes]
     tokens: bytes
     extras: Mapping[int, Sequence[bytes]]  # by the index in the prompt
+    suffix_tokens: int  # of the request that computed them, behind what was cached
     slots: list[list[int]]
 
     @classmethod
@@ -42,6 +43,7 @@ class Run:
             block_keys=[block.key for block in blocks],
             tokens=b"".join(block.tokens for block in blocks),
             extras={block.index: block.extras for block in blocks if block.extras},
+            suffix_tokens=blocks[-1].suffix_tokens,
             slots=[[block.slots[rank] for block in blocks] for rank in range(ranks)],
         )
 
@@ -109,6 +111,7 @@ class Publisher:
                 block_keys=ticket.block_keys[start:stop],
                 tokens=ticket.tokens[token : token + (stop - start) * step],
                 extras=ticket.extras,
+                suffix_tokens=ticket.suffix_tokens,
                 slots=[ticket.offsets[start:stop]],
             )
 
@@ -142,6 +145,7 @@ class Publisher:
                     index=index,
                     tokens=ticket.tokens[at : at + step],
                     extras=list(ticket.extras.get(index, ())),
+                    suffix_tokens=ticket.suffix_tokens,
                     slots={},
                     since=now,
                 )
@@ -159,6 +163,7 @@ class Publisher:
                 index=run.index + position,
                 tokens=run.tokens[position * step : (position + 1) * step],
                 extras=list(run.extras.get(run.index + position, ())),
+                suffix_tokens=run.suffix_tokens,
                 slots={rank: slots[position] for rank, slots in enumerate(run.slots)},
                 since=now,
             )
@@ -248,13 +253,8 @@ class Publisher:
         if extent.tokens is not None:
             step = group.block_tokens * TOKEN_BYTES
             extent.tokens += run.tokens[start * step : stop * step]
-        extent.last_append = extent.last_used = extent.tail_used = now
-        extent.cut_at = b""
-        if ledger.ghosts:
-            ledger.ghosts.claim(extent.group, run.block_keys[start:stop])
-        ledger.grow_extent(extent, b"".join(run.block_keys[start:stop]), [slots[start:stop] for slots in run.slots])
-        extent.hot_blocks = extent.num_blocks
-        group.last_used = now
+        slots = [slots[start:stop] for slots in run.slots]
+        ledger.store(extent, run.block_keys[start:stop], slots, run.suffix_tokens, now)
         ledger.counts.stored_tokens += (stop - start) * group.block_tokens
         if not self._has_room(extent, group):
             self._cascade.seal(extent, now)

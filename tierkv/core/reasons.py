@@ -14,6 +14,8 @@ class Reason(StrEnum):
     EVICTED = "evicted"
     OPERATOR = "operator"  # evicted because an operator said so
     EXPIRED = "expired"  # unused for as long as its tenant keeps things
+    WRITE_BUDGET = "write_budget"  # the day's bytes are written, and it was used once
+    WORTH_LESS = "worth_less"  # new, and less likely to be used again than what would have to go for it
     # the tier is not in use
     NVME_OFF = "nvme_off"
     NVME_DEGRADED = "nvme_degraded"

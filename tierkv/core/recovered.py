@@ -9,6 +9,7 @@ from tierkv.core.instructions import ExtentRow, GroupFound, Rows
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.residency import NvmeEvent
+from tierkv.core.value.kinds import UNKNOWN_GAP_SECONDS, UNKNOWN_NEW, kind_of_used
 
 
 class RecoveredRows:
@@ -80,7 +81,7 @@ class RecoveredRows:
                 ledger.settle_pins(extent)
                 ledger.reconsider(extent)
             elif not extent.branch_points:  # nothing of it is in host memory or held
-                ledger.nvme_order.offer(extent, extent.last_used)
+                ledger.nvme_order.offer(extent, 0)
         self._extents.clear()
 
     def _make_extent(self, group: Group, row: ExtentRow, now: float) -> Extent:
@@ -96,6 +97,7 @@ class RecoveredRows:
         extent.num_blocks = extent.hot_blocks = len(row.keys) // KEY_BYTES
         extent.tokens = None
         extent.sealed = True
-        extent.hits = row.hits
+        extent.hits = extent.tail_hits = row.hits
+        extent.kind = extent.tail_kind = kind_of_used(row.hits, UNKNOWN_GAP_SECONDS) if row.hits else UNKNOWN_NEW
         extent.last_used = extent.tail_used = min(row.last_used, now)
         return extent

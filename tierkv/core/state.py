@@ -70,7 +70,7 @@ from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import NvmeState
 from tierkv.core.seals import Seals
 from tierkv.core.tickets import Tickets
-from tierkv.core.usage import GroupUsage, TierBytes, group_usage, tier_bytes
+from tierkv.core.usage import GroupUsage, TierBytes, Wear, group_usage, tier_bytes, wear
 from tierkv.core.warmup import WarmupScope, WarmupState
 from tierkv.core.wiping import Wiping
 
@@ -483,6 +483,10 @@ class CacheState:
     def usage(self) -> list[GroupUsage]:
         return group_usage(self._ledger)
 
+    def wear(self, now: float) -> Wear | None:
+        """None on a node without an NVMe tier."""
+        return wear(self._ledger, self._cascade, now) if self._ledger.has_nvme else None
+
     @property
     def has_postings(self) -> bool:
         """`take_postings` has something to tell."""
@@ -576,6 +580,7 @@ class CacheState:
             times.append(0.0)
         due = (
             self._cascade.next_retry(),
+            self._cascade.next_admission(),
             self._purges.next_retry(),
             self._pins.next_wakeup(),
             self._auto_pins.next_wakeup(),

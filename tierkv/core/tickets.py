@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 from tierkv.core.cascade import Cascade
@@ -19,16 +20,28 @@ from tierkv.core.grants import (
     Refused,
     Reservation,
     TicketState,
+    hit_blocks,
     path_blocks,
 )
-from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, split_keys
+from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, count_keys, split_keys
 from tierkv.core.ledger import Ledger
+from tierkv.core.offered import Offered
 from tierkv.core.publishing import Publisher
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import Refusal
+from tierkv.core.value.order import Rank
 
 AHEAD_SHARE = 64
 """One part in so many of host memory may be kept free for the next reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Slots that a reservation takes, and the rank of what comes into the last of them."""
+
+    slot_bytes: int
+    count: int
+    rank: Rank | None
 
 
 class Tickets:
@@ -36,7 +49,7 @@ class Tickets:
         self._ledger = ledger
         self._cascade = cascade
         self._publisher = Publisher(ledger, cascade)
-        self._expected: tuple[int, int] | None = None  # slot size and slots of the next reservation, if like the last
+        self._expected: Expected | None = None  # of the next reservation, if it is like the last one
 
     def reserve(
         self,
@@ -73,18 +86,33 @@ class Tickets:
         ledger.counts.duplicate_blocks += states.count(PRESENT) + states.count(PENDING)
         if len(frozenset(missing_keys)) < len(missing_keys):  # no chain of digests repeats itself
             return Refused(Reason.KEY_MISMATCH)
+        suffix_tokens = (count_keys(keys) - hit_blocks(path)) * shape.block_tokens
         # The prefix of what is being stored is not its own victim.
         for segment in path:
             ledger.hold(segment.extent, grant, segment.blocks)
         allowed, reason = ledger.blocks_allowed(shape, [holder], len(missing))
         if missing and not ledger.pool.fits(shape.slot_bytes):
             allowed, reason = 0, Reason.LARGER_THAN_TIER
-        room = self._cascade.make_room(shape.slot_bytes, allowed, now) if allowed else 0
-        offsets = ledger.pool.allocate(shape.slot_bytes, room)
-        self._expected = (shape.slot_bytes, len(offsets)) if offsets else self._expected
+        offsets: list[int] = []
+        refused = 0
+        if allowed:
+            offered = Offered(ledger, shape, rank, missing[:allowed], missing_keys[:allowed], suffix_tokens, now)
+            room = self._cascade.make_room(shape.slot_bytes, offered.welcome, now, offered.rank_of)
+            offsets = ledger.pool.allocate(shape.slot_bytes, room.slots)
+            refused = allowed - offered.welcome + room.refused
+            if refused:
+                offered.note_refused(allowed - refused)
+            if offsets:
+                self._expected = Expected(shape.slot_bytes, len(offsets), offered.rank_of(len(offsets) - 1))
         if len(offsets) < len(missing):
+            others = len(missing) - len(offsets) - refused
+            if refused:
+                ledger.counts.refused_blocks[Reason.WORTH_LESS] += refused
+            if others:
+                ledger.counts.refused_blocks[reason or Reason.NO_ROOM] += others
+            if refused and len(offsets) == allowed - refused:  # the first that got no room
+                reason = Reason.WORTH_LESS
             reason = reason or Reason.NO_ROOM
-            ledger.counts.refused_blocks[reason] += len(missing) - len(offsets)
             refusal = Refusal(len(missing) - len(offsets), reason, now)
             ledger.refusals.note(group, missing_keys[len(offsets)], refusal)
             for index in missing[len(offsets) :]:
@@ -113,6 +141,7 @@ class Tickets:
             blocks=missing[: len(offsets)],
             block_keys=missing_keys[: len(offsets)],
             offsets=offsets,
+            suffix_tokens=suffix_tokens,
             path=[segment.extent for segment in path],
             answer=answer,
         )
@@ -131,10 +160,9 @@ class Tickets:
         memory at most."""
         if self._expected is None:
             return
-        slot_bytes, count = self._expected
-        self._expected = None
-        most = self._ledger.limits.host_bytes // AHEAD_SHARE // slot_bytes
-        self._cascade.make_ready(slot_bytes, min(count, most), now)
+        expected, self._expected = self._expected, None
+        most = self._ledger.limits.host_bytes // AHEAD_SHARE // expected.slot_bytes
+        self._cascade.make_ready(expected.slot_bytes, min(expected.count, most), now, expected.rank)
 
     def commit(self, grant: bytes, now: float) -> Committed | Refused:
         """Every copy into the slots has completed: publish all blocks of the ticket."""

@@ -36,6 +36,29 @@ class TierBytes:
     reason: Reason | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wear:
+    """What is written to NVMe, in bytes: since midnight UTC against what a day may have (0: no limit), and since this
+    core began, beside the tokens that leases found in any tier since then. Extents that wait for the budget."""
+
+    today_bytes: int
+    day_bytes: int
+    written_bytes: int
+    reused_tokens: int
+    waiting_extents: int
+
+
+def wear(ledger: Ledger, cascade: Cascade, now: float) -> Wear:
+    budget = cascade.admission.budget
+    return Wear(
+        today_bytes=budget.written_today(now),
+        day_bytes=budget.per_day,
+        written_bytes=ledger.counts.nvme_written_bytes,
+        reused_tokens=sum(ledger.counts.hit_tokens.values()),
+        waiting_extents=cascade.admission.num_waiting,
+    )
+
+
 def group_usage(ledger: Ledger) -> list[GroupUsage]:
     reachable = {group for session in ledger.sessions.values() for group in session.groups}
     return [

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tierkv.core.starts import LastEnd
+from tierkv.core.value.names import PolicyName
 from tierkv.errors import TierkvError, WireError
 
 MAX_PACKET_BYTES = 65_536
@@ -49,6 +50,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     inflight_reads: int
     touch_seconds: float
     prefill_tokens_per_second: float
+    eviction_policy: PolicyName
+    nvme_write_bytes_per_day: int
     hang_seconds: float
     metrics_port: int | None
     metrics_host: str

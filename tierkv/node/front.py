@@ -109,6 +109,8 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
         page_bytes=PAGE_BYTES,
         touch_seconds=settings.touch_seconds,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
+        policy=settings.eviction_policy,
+        nvme_write_bytes_per_day=settings.nvme_write_bytes_per_day,
         pinned_share=settings.pinned_share,
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl,

@@ -182,6 +182,8 @@ def front_settings(settings: Settings) -> FrontSettings:
         inflight_reads=settings.inflight_reads,
         touch_seconds=settings.touch_seconds,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
+        eviction_policy=settings.eviction_policy,
+        nvme_write_bytes_per_day=settings.nvme_write_bytes_per_day,
         hang_seconds=settings.hang_seconds,
         metrics_port=settings.metrics_port,
         metrics_host=settings.metrics_host,

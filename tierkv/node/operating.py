@@ -28,7 +28,7 @@ class Operating:
         has_nvme: bool,
         is_read_only: bool,
         status: Callable[[int, float], Reply],
-        usage: Callable[[int], Reply],
+        usage: Callable[[int, float], Reply],
         began: float = 0.0,
         starts: Callable[[int], Reply],
     ) -> None:
@@ -40,7 +40,7 @@ class Operating:
         self._reports = JournalReports(core, has_nvme=has_nvme, began=began)
         self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Status: lambda request, _asker, now: status(request.id, now),
-            Usage: lambda request, _asker, _now: usage(request.id),
+            Usage: lambda request, _asker, now: usage(request.id, now),
             Starts: lambda request, _asker, _now: starts(request.id),
             Warmup: self._warmup,
             Verify: self._verify,

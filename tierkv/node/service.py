@@ -79,7 +79,7 @@ class Service:
         facts: NodeFacts,
         *,
         status: Callable[[int, float], Reply],
-        usage: Callable[[int], Reply],
+        usage: Callable[[int, float], Reply],
         starts: Callable[[int], Reply] = lambda request_id: StartsReply(id=request_id, starts=()),
         opened: Callable[[bytes, int, bool], None] = lambda _group, _pid, _is_used: None,
     ) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from blake3 import blake3
@@ -22,7 +22,7 @@ from tierkv.node.core_calls import CoreCalls
 from tierkv.node.mover import NAME as STORAGE
 from tierkv.node.mover import SILENT_SECONDS
 from tierkv.node.outbox import Outbox
-from tierkv.wire.messages import StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
+from tierkv.wire.messages import NvmeWear, StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
 
 GATEWAY = "gateway"
 GATEWAY_SILENT_SECONDS = 5.0
@@ -95,9 +95,13 @@ class Survey:
             found=self._found(),
         )
 
-    def usage(self, request_id: int) -> UsageReply:
+    def usage(self, request_id: int, now: float) -> UsageReply:
+        wear = self._state.wear(now)
         return UsageReply(
-            id=request_id, rows=tuple(_usage_row(row) for row in self._state.usage()), tiers=self._tiers()
+            id=request_id,
+            rows=tuple(_usage_row(row) for row in self._state.usage()),
+            tiers=self._tiers(),
+            wear=NvmeWear(**asdict(wear)) if wear is not None else None,
         )
 
     def snapshot(self, now: float) -> Snapshot:

@@ -261,6 +261,7 @@ def _limits(trace: Trace, setup: Setup) -> Limits:
         session_bytes=2**62,
         inflight_writes=8,
         inflight_reads=64,
+        policy=setup.policy,
         prefill_tokens_per_second=setup.prefill_rate,
     )
 

@@ -15,7 +15,7 @@ from tierkv.replay.driver import Outcome, Setup, replay
 from tierkv.replay.optimum import Bound, belady, infinite
 from tierkv.replay.trace import Trace
 
-POLICIES = ("lru",)
+POLICIES = ("density", "lru", "arc", "gdsf", "literal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -443,11 +443,23 @@ class TierUsage(msgspec.Struct, frozen=True):
     last_error: str = ""
 
 
+class NvmeWear(msgspec.Struct, frozen=True):
+    """Bytes written to NVMe: since midnight UTC, and what a day may have (0: no limit); since the front began, beside
+    the tokens that leases found in any tier since then. Extents that wait for the day's budget."""
+
+    today_bytes: int
+    day_bytes: int
+    written_bytes: int
+    reused_tokens: int
+    waiting_extents: int
+
+
 class UsageReply(Reply, frozen=True, kw_only=True, tag=True):
-    """One row a group, the tiers from the fastest on."""
+    """One row a group, the tiers from the fastest on. `wear` is absent on a node without an NVMe tier."""
 
     rows: tuple[UsageRow, ...]
     tiers: tuple[TierUsage, ...]
+    wear: NvmeWear | None = None
 
 
 class Usage(Request, frozen=True, kw_only=True, tag=True):

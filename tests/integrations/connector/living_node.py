@@ -109,6 +109,8 @@ class _Incarnation:
             inflight_reads=2,
             touch_seconds=60.0,
             prefill_tokens_per_second=12_000.0,
+            eviction_policy="density",
+            nvme_write_bytes_per_day=0,
             hang_seconds=0.0,
             metrics_port=None,
             metrics_host="127.0.0.1",

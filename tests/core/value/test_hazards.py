@@ -1,0 +1,146 @@
+"""The estimate of reuse: against sums done the slow way, and against what is known to come true."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.core.value import hazards as module
+from tierkv.core.value.hazards import NUM_BUCKETS, WINDOW_SECONDS, WINDOW_UNITS, Hazards, age_bucket, bucket_end
+from tierkv.core.value.kinds import NUM_KINDS, kind_of_new, kind_of_used
+
+WIDTHS = [bucket_end(bucket) - (bucket_end(bucket - 1) if bucket else 0.0) for bucket in range(NUM_BUCKETS - 1)]
+
+
+def test_kinds_have_the_edges_that_the_traces_gave_them() -> None:
+    assert [kind_of_new(tokens) for tokens in (0, 1_000, 1_100, 7_000, 7_300, 31_000, 32_000, 127_000, 140_000)] == [
+        0, 0, 1, 1, 2, 2, 3, 3, 4,
+    ]  # fmt: skip
+    assert [kind_of_used(1, gap) for gap in (0, 44, 46, 224, 226, 944, 946, 3_824, 3_826, 1e9)] == [
+        5, 5, 6, 6, 7, 7, 8, 8, 9, 9,
+    ]  # fmt: skip
+    assert [kind_of_used(hits, 0.0) for hits in (1, 2, 3, 5, 6, 1_000)] == [5, 10, 15, 15, 20, 20]
+    assert kind_of_used(1, -5.0) == 5
+
+
+def test_ages_lie_in_their_buckets() -> None:
+    assert [age_bucket(age) for age in (-1.0, 0.0, 0.2, 0.3, 1.0, 7.0, 20_000.0, 1e9)] == [0, 0, 0, 1, 3, 9, 42, 43]
+    for bucket in range(NUM_BUCKETS - 1):
+        assert age_bucket(bucket_end(bucket) * 1.000001) == bucket + 1
+        assert age_bucket(bucket_end(bucket) * 0.999999) == bucket
+
+
+@given(st.lists(st.floats(0, 1), min_size=NUM_BUCKETS, max_size=NUM_BUCKETS))
+def test_the_index_is_the_best_rate_over_all_times_to_give_up(chances: list[float]) -> None:
+    got = module._best_rates(chances)
+    widths = [*WIDTHS, module._WIDTHS[-1]]
+    for first in range(NUM_BUCKETS):
+        best = uses = seconds = 0.0
+        through = 1.0
+        for bucket in range(first, NUM_BUCKETS):
+            p = chances[bucket]
+            uses += through * p
+            seconds += through * widths[bucket] * (1 - p / 2)
+            through *= 1 - p
+            best = max(best, uses / seconds)
+        assert got[first] == pytest.approx(best)
+
+
+def test_before_there_is_data_what_was_used_last_is_worth_most() -> None:
+    hazards = Hazards()
+    for _ in range(15):
+        hazards.request(0.0)
+    assert not hazards.has_learnt
+    assert hazards.index(3, 0.0) > hazards.index(3, 1.0) > hazards.index(3, 100.0)
+    hazards.request(0.0)
+    assert hazards.has_learnt
+
+
+def test_a_kind_that_comes_back_is_worth_more_than_one_that_does_not() -> None:
+    hazards = Hazards()
+    hazards.request(0.0)
+    for number in range(2_000):
+        now = number * 1.0
+        hazards.begin(0, now, 1.0)
+        hazards.begin(4, now, 1.0)
+        if number >= 10:
+            hazards.end(0, now - 10, now, 1.0)
+        hazards.request(now)
+    assert hazards.index(0, 5.0) > 3 * hazards.index(4, 5.0)
+    assert hazards.index(0, 5.0) > 3 * hazards.index(0, 50.0), "what has not come when it should have does not come"
+
+
+def test_what_waits_is_counted_at_its_age_however_old() -> None:
+    rng = random.Random(5)
+    hazards = Hazards()
+    hazards.request(0.0)
+    now, waiting = 0.0, []
+    for _ in range(400):
+        now += rng.random() * 60
+        used = int(now) + 0.5
+        waiting.append(used)
+        hazards.begin(7, used, 2.0)
+        if rng.random() < 0.5:
+            gone = waiting.pop(rng.randrange(len(waiting)))
+            hazards.withdraw(7, gone, 2.0)
+        hazards.request(now)
+    by_age = hazards._waiting_by_age(7, now)
+    assert sum(by_age) == pytest.approx(2.0 * len(waiting))
+    for age in (100.0, 1_000.0, 5_000.0):
+        older = 2.0 * sum(now - used > age for used in waiting)
+        least = sum(by_age[age_bucket(age * 1.3) + 1 :])
+        most = sum(by_age[age_bucket(age / 1.3) :])
+        assert least <= older <= most
+
+
+def test_a_window_is_forgotten_with_all_that_began_in_it() -> None:
+    hazards = Hazards()
+    hazards.request(0.0)
+    hazards.begin(0, 10.0, 5.0)  # waits for ever
+
+    def a_window(start: float) -> None:
+        hazards.begin(1, start, WINDOW_UNITS)
+        hazards.end(1, start, start + 1.0, WINDOW_UNITS)
+        for _ in range(250):
+            hazards.request(start + WINDOW_SECONDS + 1.0)
+
+    a_window(20.0)
+    assert sum(hazards._waiting_by_age(0, 5_000.0)) == 5.0
+    a_window(WINDOW_SECONDS + 100.0)
+    assert [window.start for window in hazards._windows] == [WINDOW_SECONDS + 21.0, 2 * WINDOW_SECONDS + 101.0]
+    assert sum(hazards._waiting_by_age(0, 10_000.0)) == 0.0
+    units = sum(window.units for window in hazards._windows)
+    hazards.end(0, 10.0, 10_000.0, 5.0)  # it is used after all, and nobody counts it
+    assert sum(window.units for window in hazards._windows) == units
+
+
+def test_what_is_forgotten_counts_as_not_used_until_then() -> None:
+    def index_after(forgotten: bool) -> float:
+        hazards = Hazards()
+        hazards.request(0.0)
+        for number in range(1_000):
+            hazards.begin(2, float(number), 1.0)
+            if number % 2:
+                hazards.end(2, float(number), number + 5.0, 1.0)
+            elif forgotten:
+                hazards.forget(2, float(number), number + 400.0, 1.0)
+            else:
+                hazards.withdraw(2, float(number), 1.0)
+        for _ in range(128):
+            hazards.request(2_000.0)
+        return hazards.index(2, 0.0)
+
+    assert index_after(forgotten=True) < 0.9 * index_after(forgotten=False)
+
+
+def test_learning_says_that_ranks_have_changed() -> None:
+    hazards = Hazards()
+    versions = set()
+    for number in range(NUM_KINDS * 20):
+        hazards.request(float(number))
+        versions.add(hazards.version)
+    assert versions == set(range(len(versions)))
+    assert len(versions) > 5

@@ -1,0 +1,239 @@
+"""How likely and how soon blocks of a kind are used again, learnt from the uses themselves.
+
+An *exposure* is the time from one use of some blocks to the next. For each kind of block and bucket of age
+
+    E  uses that came at that age
+    R  exposures that reached that age: those that ended by a use then or later, and those that wait and are older
+       (that wait and have just that age: half)
+    p  = E / R, drawn towards the group's and the whole's where there is little data: the hazard
+
+and from the hazards the index: uses a second of residence, if one gives up at the best time. Exposures of evicted
+blocks count like those of cached ones, or the estimate would believe that whatever is evicted was never wanted.
+
+Weights are in units of 512 tokens, whatever the size of blocks and extents.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from math import log2
+
+from tierkv.core.value.kinds import KINDS_OF_A_GROUP, NUM_KINDS
+
+TOKENS_OF_A_UNIT = 512
+
+NUM_BUCKETS = 44
+"""Of age, three to each doubling of 1 + seconds: the last begins after 5.7 hours."""
+
+SHRINKAGE = 300.0
+"""So many units weigh as much as the estimate of the larger set."""
+
+OWN_SHARE = 0.6
+"""Exponent of the kind's own index; that of all kinds has the rest."""
+
+WINDOW_SECONDS = 3_600.0
+WINDOW_UNITS = 10_000.0
+"""A window of counts is closed when it is that old and holds that much, and forgotten when the next one is."""
+
+_FIRST_REQUESTS = frozenset({16, 32, 64, 128})
+_REQUESTS_BETWEEN = 250
+_SECONDS_BETWEEN = 30.0
+
+_SLOT_SECONDS = (1, 8, 64, 512)
+_SLOTS_OF_A_SIZE = 64
+"""What waits is counted by its time of last use in slots of each size at once, and read in those that are fine enough
+for its age: of each size about so many, of the last all there are."""
+
+_EDGES = [2 ** (bucket / 3) - 1 for bucket in range(NUM_BUCKETS + 1)]
+_WIDTHS = [high - low for low, high in pairwise(_EDGES)]
+
+
+def age_bucket(age: float) -> int:
+    return min(NUM_BUCKETS - 1, int(3 * log2(1 + age))) if age > 0 else 0
+
+
+def bucket_end(bucket: int) -> float:
+    """The age at which the next bucket begins."""
+    return _EDGES[bucket + 1] if bucket + 1 < NUM_BUCKETS else float("inf")
+
+
+class _Window:
+    """Exposures that began in one stretch of time, and how they ended. Flat: kind x NUM_BUCKETS + bucket."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.units = 0.0
+        self.used = [0.0] * (NUM_KINDS * NUM_BUCKETS)
+        self.forgotten = [0.0] * (NUM_KINDS * NUM_BUCKETS)
+
+
+class Hazards:
+    """One for all tiers: uses happen to prefixes, wherever they are.
+
+    Exposures are counted in the window in which they began, and forgotten with it, those that wait included: to let
+    only the uses fade would make everything look less wanted than it is."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._windows: list[_Window] = []  # the current one last, at most two
+        self._waiting: list[list[defaultdict[int, float]]] = [
+            [defaultdict(float) for _ in _SLOT_SECONDS] for _ in range(NUM_KINDS)
+        ]
+        self._index: list[list[float]] = []  # by kind and bucket; none before there is data
+        self._requests = 0
+        self._due = 0.0
+        self._kept_since = 0  # second from which on the finest slots are all there
+
+    def begin(self, kind: int, used: float, units: float) -> None:
+        """Blocks of this kind were used at `used`, and wait for their next use."""
+        time = int(used)
+        for seconds, slots in zip(_SLOT_SECONDS, self._waiting[kind], strict=True):
+            slots[time // seconds] += units
+
+    def withdraw(self, kind: int, used: float, units: float) -> None:
+        """As if `begin` had not been said."""
+        time = int(used)
+        for seconds, slots in zip(_SLOT_SECONDS, self._waiting[kind], strict=True):
+            if time // seconds in slots:
+                slots[time // seconds] -= units
+
+    def end(self, kind: int, used: float, now: float, units: float) -> None:
+        """They are used."""
+        self.withdraw(kind, used, units)
+        window = self._window_of(used)
+        if window is not None:
+            window.used[kind * NUM_BUCKETS + age_bucket(now - used)] += units
+            window.units += units
+
+    def forget(self, kind: int, used: float, now: float, units: float) -> None:
+        """Nobody will know whether they are used again: until now they were not."""
+        self.withdraw(kind, used, units)
+        window = self._window_of(used)
+        if window is not None:
+            window.forgotten[kind * NUM_BUCKETS + age_bucket(now - used)] += units
+
+    def request(self, now: float) -> None:
+        """A request is about to be served: learn from what has happened, when that is due."""
+        if not self._windows:
+            self._windows.append(_Window(now))
+        self._requests += 1
+        is_due = self._requests % _REQUESTS_BETWEEN == 0 or now >= self._due
+        if self._requests in _FIRST_REQUESTS or (is_due and self._requests > max(_FIRST_REQUESTS)):
+            self._learn(now)
+
+    def index(self, kind: int, age: float) -> float:
+        """Uses a second of residence to be expected of blocks of this kind and age; before there is data, of age."""
+        return self._index[kind][age_bucket(age)] if self._index else 1 / (1 + max(0.0, age))
+
+    @property
+    def has_learnt(self) -> bool:
+        return bool(self._index)
+
+    def _window_of(self, used: float) -> _Window | None:
+        for window in reversed(self._windows):
+            if used >= window.start:
+                return window
+        return None
+
+    # ---- learning
+
+    def _learn(self, now: float) -> None:
+        self._due = now + _SECONDS_BETWEEN
+        self._roll(now)
+        used = _rows([window.used for window in self._windows])
+        forgotten = _rows([window.forgotten for window in self._windows])
+        open_ended = [_add(self._waiting_by_age(kind, now), forgotten[kind]) for kind in range(NUM_KINDS)]
+        of_all = (_sum(used), _sum(open_ended))
+        p_all = [(e + 0.001) / (r + 1) for e, r in zip(of_all[0], _reached(*of_all), strict=True)]
+        all_index = _best_rates(p_all)
+        index = []
+        for first in range(0, NUM_KINDS, KINDS_OF_A_GROUP):
+            kinds = range(first, first + KINDS_OF_A_GROUP)
+            p_group = _shrunk(_sum([used[k] for k in kinds]), _sum([open_ended[k] for k in kinds]), p_all)
+            for kind in kinds:
+                own = _best_rates(_shrunk(used[kind], open_ended[kind], p_group))
+                index.append([o**OWN_SHARE * a ** (1 - OWN_SHARE) for o, a in zip(own, all_index, strict=True)])
+        self._index = index
+        self.version += 1
+
+    def _roll(self, now: float) -> None:
+        current = self._windows[-1]
+        if now - current.start >= WINDOW_SECONDS and current.units >= WINDOW_UNITS:
+            self._windows = [current, _Window(now)]
+
+    def _waiting_by_age(self, kind: int, now: float) -> list[float]:
+        """What waits and began in one of the windows. Slots too fine for the age of what is in them are given up."""
+        by_age = [0.0] * NUM_BUCKETS
+        begin = int(self._windows[0].start)
+        until = int(now) + 1  # of times before that the finer slots have told
+        for seconds, coarser, slots in zip(_SLOT_SECONDS, (*_SLOT_SECONDS[1:], 0), self._waiting[kind], strict=True):
+            since = begin // seconds * seconds
+            if coarser:  # up to where a slot of the next size ends
+                since = max(since, (int(now) - seconds * _SLOTS_OF_A_SIZE) // coarser * coarser)
+            for slot in [slot for slot in slots if slot * seconds < since]:
+                del slots[slot]
+            for slot, units in slots.items():
+                if slot * seconds < until and units > 0:
+                    by_age[age_bucket(now - (slot + 0.5) * seconds)] += units
+            if seconds == 1:
+                self._kept_since = max(self._kept_since, since)
+            until = since
+        return by_age
+
+    # ---- for the audit
+
+    def waiting_by_second(self, kind: int) -> dict[int, float]:
+        """Units by second of last use, as far back as these are kept."""
+        since = max(self._kept_since, int(self._windows[0].start) + 1 if self._windows else 0)
+        return {second: units for second, units in self._waiting[kind][0].items() if second >= since}
+
+
+def _rows(flats: list[list[float]]) -> list[list[float]]:
+    summed = _sum(flats)
+    return [summed[start : start + NUM_BUCKETS] for start in range(0, len(summed), NUM_BUCKETS)]
+
+
+def _sum(rows: list[list[float]]) -> list[float]:
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _add(one: list[float], other: list[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def _reached(used: list[float], open_ended: list[float]) -> list[float]:
+    reached = []
+    behind = 0.0
+    for uses, open_ones in zip(reversed(used), reversed(open_ended), strict=True):
+        reached.append(behind + uses + open_ones / 2)
+        behind += uses + open_ones
+    reached.reverse()
+    return reached
+
+
+def _shrunk(used: list[float], open_ended: list[float], towards: list[float]) -> list[float]:
+    reached = _reached(used, open_ended)
+    return [(e + SHRINKAGE * p) / (r + SHRINKAGE) for e, r, p in zip(used, reached, towards, strict=True)]
+
+
+def _best_rates(hazards: list[float]) -> list[float]:
+    """For each bucket a: max over e >= a of  sum S_b p_b / sum S_b w_b (1 - p_b / 2)  for b in a..e, where S_b is the
+    chance to come from a to b unused.
+
+    From the last bucket to the first, stretches of buckets are joined while the next one has the better rate: the first
+    stretch then ends where giving up is best. Each is joined once, so that it is linear.
+    """
+    stretches: list[tuple[float, float, float]] = []  # uses, seconds, chance to come through; the first is on top
+    rates = [0.0] * len(hazards)
+    for bucket in range(len(hazards) - 1, -1, -1):
+        p = min(hazards[bucket], 1.0)
+        uses, seconds, through = p, _WIDTHS[bucket] * (1 - p / 2), 1 - p
+        while stretches and stretches[-1][0] * seconds > uses * stretches[-1][1]:
+            next_uses, next_seconds, next_through = stretches.pop()
+            uses += through * next_uses
+            seconds += through * next_seconds
+            through *= next_through
+        stretches.append((uses, seconds, through))
+        rates[bucket] = uses / seconds
+    return rates

@@ -1,0 +1,135 @@
+"""Books of exposures: what happens to extents and ghosts, told to the hazards.
+
+Each block that is cached or remembered waits in exactly one kind, since exactly one time: those of its segment.
+
+    stored -> waits -> used -> waits ...      an extent's head and its cold tail, each with hits and kind
+                    -> evicted -> asked for   a ghost goes on waiting; asking for it is a use like any other
+                    -> forgotten, purged
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tierkv.core.extent import Extent
+from tierkv.core.ghosts import Ghost, Stretch
+from tierkv.core.value.hazards import TOKENS_OF_A_UNIT, Hazards
+from tierkv.core.value.kinds import kind_of_new, kind_of_used
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive blocks with one history."""
+
+    blocks: int
+    hits: int
+    kind: int
+
+
+class Reuse:
+    def __init__(self) -> None:
+        self.hazards = Hazards()
+
+    def used(self, extent: Extent, blocks: int, block_tokens: int, now: float) -> None:
+        """A hit that reached `blocks` blocks deep."""
+        unit = block_tokens / TOKENS_OF_A_UNIT
+        hazards, hot, num_blocks = self.hazards, extent.hot_blocks, extent.num_blocks
+        if hot:
+            hazards.end(extent.kind, extent.last_used, now, min(blocks, hot) * unit)
+        if blocks > hot:
+            hazards.end(extent.tail_kind, extent.tail_used, now, (blocks - hot) * unit)
+        elif blocks < hot < num_blocks:  # what was cold joins what of the hot ones was not reached
+            self._move((num_blocks - hot) * unit, extent.tail_kind, extent.tail_used, extent.kind, extent.last_used)
+        extent.touch(blocks, now)
+        hazards.begin(extent.kind, now, blocks * unit)
+
+    def asked_for(self, ghost: Ghost, now: float) -> Ghost:
+        """Evicted blocks are asked for. What to remember of them from here on."""
+        hits = ghost.hits + 1
+        self._end_ghost(ghost, now)
+        kind = kind_of_used(hits, now - ghost.last_used)
+        self.hazards.begin(kind, now, ghost.tokens / TOKENS_OF_A_UNIT)
+        return replace(ghost, hits=hits, kind=kind, last_used=now, asked=True)
+
+    def pieces(self, blocks: int, suffix_tokens: int, claimed: list[Stretch], now: float) -> list[Piece]:
+        """The histories of a run of blocks that is stored, of which some were known. What `asked_for` has counted as a
+        use of them is not counted again."""
+        pieces = []
+        at = 0
+        for stretch in [*claimed, None]:
+            start = stretch.start if stretch is not None else blocks
+            if start > at:
+                pieces.append(Piece(start - at, 0, kind_of_new(suffix_tokens)))
+            if stretch is not None:
+                pieces.append(self._claim(stretch.ghost, now))
+                at = start + stretch.ghost.blocks
+        return pieces
+
+    def _claim(self, ghost: Ghost, now: float) -> Piece:
+        if ghost.is_of_this_use(now):
+            self.hazards.withdraw(ghost.kind, ghost.last_used, ghost.tokens / TOKENS_OF_A_UNIT)
+            return Piece(ghost.blocks, ghost.hits, ghost.kind)
+        self._end_ghost(ghost, now)
+        return Piece(ghost.blocks, ghost.hits + 1, kind_of_used(ghost.hits + 1, now - ghost.last_used))
+
+    def grow(self, extent: Extent, pieces: list[Piece], block_tokens: int, now: float) -> None:
+        """`pieces` are appended to what the extent has; all of it is in use now. An extent has two segments: of more
+        than two histories the last ones become its tail, with that of the very last."""
+        unit = block_tokens / TOKENS_OF_A_UNIT
+        hot, cold = extent.hot_blocks, extent.num_blocks - extent.hot_blocks
+        there = []
+        if hot:
+            self.hazards.withdraw(extent.kind, extent.last_used, hot * unit)
+            there.append(Piece(hot, extent.hits, extent.kind))
+        if cold:
+            self.hazards.withdraw(extent.tail_kind, extent.tail_used, cold * unit)
+            there.append(Piece(cold, extent.tail_hits, extent.tail_kind))
+        joined = _join([*there, *pieces])
+        head, tail = joined[0], joined[-1]
+        tail_blocks = sum(piece.blocks for piece in joined[1:])
+        extent.use_segments(head.blocks, head.hits, head.kind, tail.hits, tail.kind, now)
+        self.hazards.begin(head.kind, now, head.blocks * unit)
+        if tail_blocks:
+            self.hazards.begin(tail.kind, now, tail_blocks * unit)
+
+    def cut(self, extent: Extent, num_blocks: int, block_tokens: int) -> None:
+        """The blocks from `num_blocks` on are forgotten as if they had never been."""
+        unit = block_tokens / TOKENS_OF_A_UNIT
+        cold = extent.num_blocks - max(num_blocks, extent.hot_blocks)
+        hot = extent.hot_blocks - num_blocks
+        if cold > 0:
+            self.hazards.withdraw(extent.tail_kind, extent.tail_used, cold * unit)
+        if hot > 0:
+            self.hazards.withdraw(extent.kind, extent.last_used, hot * unit)
+
+    def purge(self, ghosts: list[Ghost]) -> None:
+        for ghost in ghosts:
+            self.hazards.withdraw(ghost.kind, ghost.last_used, ghost.tokens / TOKENS_OF_A_UNIT)
+
+    def forget(self, ghosts: list[Ghost], now: float) -> None:
+        """There are too many: of these it will not be known when they are used again."""
+        for ghost in ghosts:
+            self.hazards.forget(ghost.kind, ghost.last_used, now, ghost.tokens / TOKENS_OF_A_UNIT)
+
+    def refuse(self, ghost: Ghost) -> None:
+        """New blocks that were not stored: they wait like others."""
+        self.hazards.begin(ghost.kind, ghost.last_used, ghost.tokens / TOKENS_OF_A_UNIT)
+
+    def _end_ghost(self, ghost: Ghost, now: float) -> None:
+        self.hazards.end(ghost.kind, ghost.last_used, now, ghost.tokens / TOKENS_OF_A_UNIT)
+
+    def _move(self, units: float, kind: int, used: float, new_kind: int, new_used: float) -> None:
+        self.hazards.withdraw(kind, used, units)
+        self.hazards.begin(new_kind, new_used, units)
+
+
+def _join(pieces: list[Piece]) -> list[Piece]:
+    """Neighbours with one history. Blocks never hit are of one suffix, whose length the last of them knows best."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and last.hits == piece.hits and (last.kind == piece.kind or not piece.hits):
+            joined[-1] = Piece(last.blocks + piece.blocks, piece.hits, piece.kind)
+        else:
+            joined.append(piece)
+    return joined
