@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import pairwise
 from pathlib import Path
 
@@ -205,3 +206,13 @@ def test_the_users_own_file_is_below_the_home_directory_when_nothing_else_is_sai
 
 def test_what_depends_on_a_given_value_follows_it():
     assert loaded(env={"TIERKV_HOST_BYTES": "1GiB"}).settings.session_bytes == 512 * MiB
+
+
+def test_a_home_that_may_not_be_looked_into_is_told_and_not_taken_for_one_without_settings(tmp_path, monkeypatch):
+    def refused(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.raises(ConfigError, match="can't be looked for: Permission denied; name one, or set HOME"):
+        find_file(None, {"XDG_CONFIG_HOME": str(tmp_path)})
+    assert find_file(Path("/x.toml"), {}) == Path("/x.toml")

@@ -51,7 +51,7 @@ class _Given(NamedTuple):
 
 def find_file(explicit: Path | None, env: Mapping[str, str]) -> Path | None:
     """The file to read: the explicit one, TIERKV_CONFIG, or tierkv/tierkv.toml of the user's configuration if it
-    exists. None: no file."""
+    exists. None: no file. Raises ConfigError where that can't be looked for."""
     if explicit is not None:
         return explicit
     if named := env.get("TIERKV_CONFIG"):
@@ -59,7 +59,10 @@ def find_file(explicit: Path | None, env: Mapping[str, str]) -> Path | None:
     base = env.get("XDG_CONFIG_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.config"))
     usual = root / "tierkv" / FILE_NAME
-    return usual if usual.is_file() else None
+    try:
+        return usual if usual.is_file() else None
+    except PermissionError as error:  # in another user's home: whether there is one can't be told
+        raise ConfigError("config", f"{usual} can't be looked for: {error.strerror}; name one, or set HOME") from error
 
 
 def load(
