@@ -73,27 +73,36 @@ def draw_start(figure: Figure, cliff: Cliff) -> None:
 
 
 def draw_measured(figure: Figure, measured: Measured) -> None:
-    """Each prompt's time to first token, before the restart and after it."""
+    """Each request's time to first token, before the restart and after it."""
+    from tierkv_cli.cliff import short_seconds
+
     axes = figure.subplots()
-    before, after = measured.before, measured.after
-    offset = max((one.at for one in before), default=0.0)
-    axes.plot([one.at - offset for one in before], [one.first_token_seconds for one in before], ".", color="#35b779")
-    axes.plot([one.at for one in after], [one.first_token_seconds for one in after], ".", color=BACK)
-    for name, some, color in (("before", before, "#35b779"), ("after", after, BACK)):
-        median = measured.median(some)
-        if median is not None:
-            left, right = (-offset, 0.0) if some is before else (0.0, max(one.at for one in some))
-            axes.hlines(median, left, right, color=color, linewidth=1.5, label=f"{name}: median {median:.3f} s")
+    first = measured.first_round
+    offset = max((one.at for one in measured.before), default=0.0)
+    for name, some, shift, color in (
+        ("before", measured.before, -offset, COLORS["host"]),
+        ("after, each prompt's first", first, 0.0, BACK),
+        ("after, again", [one for one in measured.after if one not in first], 0.0, "#ef8a62"),
+    ):
+        if some:
+            label = f"{name}: median {short_seconds(measured.median(some))}"
+            axes.plot(
+                [one.at + shift for one in some],
+                [one.first_token_seconds for one in some],
+                ".",
+                color=color,
+                label=label,
+            )
     axes.axvline(0, color="black", linewidth=0.8)
     away = measured.away_seconds
-    gap = f"restart: the endpoint was away for {away:.0f} s, which is left out" if away else "restart"
+    gap = f"the endpoint was away for {short_seconds(away)}, which is left out" if away else "restart at 0"
     axes.set_title(f"time to first token at {measured.url}, {measured.model}\n{gap}", fontsize=10)
     axes.set_xlabel("seconds before the restart and after it")
     axes.set_ylabel("time to first token, s")
     axes.set_ylim(bottom=0)
     quiet(axes)
-    if before or after:
-        axes.legend(fontsize=8)
+    if measured.before or measured.after:
+        axes.legend(fontsize=8, framealpha=0.9)
 
 
 def _title(cliff: Cliff) -> str:
