@@ -21,6 +21,9 @@ class StartKeeper:
         self._seen: set[int] = set()
 
     def find(self) -> tuple[Start, ...]:
+        """Those of a directory that is used read only are of other nodes, and tell nothing of this one's lives."""
+        if self._directory.read_only:
+            return ()
         try:
             return tuple(read_starts(self._directory))
         except StorageError as error:
