@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tierkv.storage.disk_usage import DiskUse
-    from tierkv.wire.messages import NvmeWear, PinnedTier, TierUsage, UsageReply, UsageRow
+    from tierkv.wire.messages import NvmeWear, PinnedTier, ShareRow, TierUsage, UsageReply, UsageRow
 
 BY = ("model", "adapter", "tenant", "group")
 
@@ -40,6 +40,7 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
     with operator(where) as node:
         usage = node.usage()
         pinned = node.pins().tiers
+        shares = node.shares().rows
         on_disk = measure_disk(node.status().data_dir) if disk else []
     lines = aggregate(usage.rows, by)
     if as_json:
@@ -51,6 +52,7 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
                 "tiers": plain(usage.tiers),
                 "pinned": plain(pinned),
                 "wear": plain(usage.wear),
+                "shares": plain(shares),
                 **({"disk": disk_as_object(on_disk)} if disk else {}),
             }
         )
@@ -58,6 +60,9 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
     screen = console()
     for part in view(usage, lines, by, pinned):
         screen.print(part)
+    if shares:
+        screen.print("")
+        screen.print(_share_table(shares))
     if disk:
         screen.print("")
         screen.print(_disk_table(on_disk))
@@ -292,6 +297,25 @@ def _disk_table(uses: list[DiskUse]) -> RenderableType:
         if row["files"]:
             sizes = human_size(row["apparent_bytes"]), human_size(row["allocated_bytes"])
             shown.add_row(kind, f"{row['files']:,}", *sizes)
+    return shown
+
+
+def _share_table(rows: tuple[ShareRow, ...]) -> RenderableType:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import percent, table
+
+    numbers = ("used", "its own", "used of that", "borrowed")
+    shown = table("share", "tier", *numbers, numbers=numbers)
+    for row in rows:
+        borrowed = row.used_bytes - row.own_bytes
+        shown.add_row(
+            row.name,
+            row.tier,
+            human_size(row.used_bytes),
+            human_size(row.own_bytes),
+            percent(row.used_bytes, row.own_bytes),
+            human_size(borrowed) if borrowed > 0 else "-",
+        )
     return shown
 
 

@@ -17,6 +17,8 @@ from tierkv.wire.messages import (
     NvmeWear,
     PinnedTier,
     PinsReply,
+    ShareRow,
+    SharesReply,
     StartsReply,
     StatusReply,
     TierUsage,
@@ -66,6 +68,7 @@ class FakeNode:
     steps: list[WarmupReply | VerifyReply | BaseException | int] = field(default_factory=list)
     later_steps: list[list[WarmupReply | VerifyReply | BaseException | int]] = field(default_factory=list)
     pinned: tuple[PinnedTier, ...] = ()
+    share_rows: tuple[ShareRow, ...] = ()
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cancelled: bool = False
     incarnation: int = 1
@@ -83,6 +86,10 @@ class FakeNode:
     def usage(self) -> UsageReply:
         self._require()
         return UsageReply(id=1, rows=self.rows, tiers=self.tiers, wear=self.wear)
+
+    def shares(self) -> SharesReply:
+        self._require()
+        return SharesReply(id=1, rows=self.share_rows)
 
     def pins(self) -> PinsReply:
         self._require()

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.conftest import GIB, tier, usage_row
 from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.errors import WireError
-from tierkv.wire.messages import PinnedTier, PinRow, PinsReply
+from tierkv.wire.messages import PinnedTier, PinRow, PinsReply, ShareRow
 
 ROW = PinRow(
     pin=bytes.fromhex("3fa2" * 8),
@@ -368,3 +368,14 @@ def test_du_shows_what_of_a_tier_is_pinned(tierkv, node):
     assert tierkv("du", "--json").json["pinned"] == [
         {"tier": "host", "cap_bytes": 2 * GIB, "held_bytes": GIB, "booked_bytes": GIB}
     ]
+
+
+def test_du_shows_shares_and_what_of_them_is_borrowed(tierkv, node):
+    assert "share" not in tierkv("du").out
+    node.share_rows = (ShareRow("tenant:acme", "host", 3 * GIB, 2 * GIB), ShareRow("rest", "host", GIB, 2 * GIB))
+    outcome = tierkv("du")
+    for word in ("tenant:acme", "150.0 %", "1.0 GiB", "rest", "50.0 %"):
+        assert word in outcome.out
+    assert tierkv("du", "--json").json["shares"][0] == {
+        "name": "tenant:acme", "tier": "host", "used_bytes": 3 * GIB, "own_bytes": 2 * GIB
+    }  # fmt: skip

@@ -253,3 +253,25 @@ def test_what_is_no_share_is_refused(given):
 def test_automatic_pins_are_a_part_of_all_pins():
     assert settings(auto_pin_share="5%").auto_pin_share == 0.05
     assert "part of pinned_share" in str(refusal(auto_pin_share="20%"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "problem"),
+    [
+        ("model:llama", "isn't a name and its share"),
+        ("llama=40%", "neither a model nor a tenant"),
+        ("tenant:a=40", "isn't a share"),
+        ("tenant:a=60%,tenant:b=50%", "110 % in all"),
+        ("tenant:a=1%,tenant:a=2%", "comes twice"),
+        (0.5, "isn't a list of shares"),
+    ],
+)
+def test_a_list_of_shares_that_is_none_names_what_is_wrong(shares, problem):
+    found = refusal(shares=shares)
+    assert found.field == "shares"
+    assert problem in found.problem
+
+
+def test_shares_are_read_in_order():
+    given = "model:llama=40%, tenant:digest:0123abcd = 0.2"
+    assert settings(shares=given).share_rules == (("model:llama", 0.4), ("tenant:digest:0123abcd", 0.2))

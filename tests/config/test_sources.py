@@ -40,6 +40,7 @@ VALUES = {
     "session_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "quarantine_bytes": ("1", "2", 3),
     "quarantine_days": ("1", "2", 3.5),
+    "shares": ('"model:a=1%"', "tenant:b=2%", "tenant:c=3%"),
     "ttl": ('"a=1d"', "b=2d", "c=3d"),
     "auto_pin_share": ('"1%"', "2%", 0.03),
     "pinned_share": ('"5%"', "20%", 0.3),

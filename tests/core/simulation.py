@@ -437,6 +437,7 @@ class Bench:
         persistent: bool = True,
         pinned_share: float = 0.1,
         auto_pin_share: float = 0.0,
+        shares: tuple[tuple[str, float], ...] = (),
         policy: str = "density",
     ) -> None:
         self.now = 1_000.0
@@ -452,6 +453,7 @@ class Bench:
             page_bytes=PAGE,
             pinned_share=pinned_share,
             auto_pin_share=auto_pin_share,
+            shares=shares,
             policy=policy,
         )
         self.spec = make_group(ranks=ranks, block_tokens=block_tokens, persistent=persistent)

@@ -186,6 +186,7 @@ class CacheMachine(RuleBasedStateMachine):
         pinned_share=st.sampled_from([0.5, 0.3, 1.0, 0.0]),
         policy=st.sampled_from(["density", "density", "lru", "arc", "gdsf", "literal"]),
         budget=st.sampled_from([0, 0, 1, 20]),
+        shares=st.sampled_from([(), (("none", 0.5),), (("none", 0.25), ("other", 0.5))]),
     )
     def begin(
         self,
@@ -202,6 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
         pinned_share: float,
         policy: str,
         budget: int,
+        shares: tuple[tuple[str, float], ...],
     ) -> None:
         self.ranks = ranks
         self.groups = [make_group(block_tokens=block_tokens, ranks=ranks)]
@@ -228,6 +230,7 @@ class CacheMachine(RuleBasedStateMachine):
             pinned_share=pinned_share,
             policy=policy,
             nvme_write_bytes_per_day=budget * 24 * 4 * PAGE,
+            shares=tuple((f"tenant:{name}", part) for name, part in shares),
         )
         self.prompts = [
             Prompt(spec, tuple(int(choice) for choice in choices for _ in range(block_tokens)))

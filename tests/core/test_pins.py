@@ -380,3 +380,51 @@ def test_the_tiers_say_what_is_pinned_in_them() -> None:
     host, nvme = bench.state.pinned_tiers()
     assert (host.cap_bytes, host.held_bytes, host.booked_bytes) == (4 * PAGE, 2 * PAGE, 3 * PAGE)
     assert (nvme.cap_bytes, nvme.held_bytes, nvme.booked_bytes) == (8 * FILE, 4 * PAGE, 3 * PAGE)
+
+
+def favourites(**shape: object) -> Bench:
+    """Every tier is full of what is used all the time, and that is known."""
+    bench = roomy(**({"policy": "density", "extent_blocks": 1, "host_slots": 4} | shape))
+    for number in range(4):
+        bench.store_durably(bench.prompt(100 + number))
+    for turn in range(40):
+        bench.tick(1.0)
+        bench.release(bench.load(bench.prompt(100 + turn % 4)))
+    return bench
+
+
+def test_what_is_pinned_is_never_refused_for_being_worth_less_than_what_would_go_for_it() -> None:
+    wish = favourites().prompt(7, 8)
+    for is_pinned in (False, True):
+        bench = favourites()
+        if is_pinned:
+            pin(bench, wish)
+        bench.store_durably(wish)
+        assert bench.match(wish) == ((2, 2) if is_pinned else (0, 0))
+
+
+def test_what_is_pinned_gets_its_file_whatever_has_to_go_for_it() -> None:
+    wish = favourites().prompt(7)
+    for is_pinned in (False, True):
+        bench = favourites(nvme_bytes=4 * FILE, host_slots=40)
+        if is_pinned:
+            pin(bench, wish, tier="nvme")
+        bench.store_durably(wish)
+        bench.work()
+        assert ((wish.group, 0, wish.key(0)) in bench.disk.files) == is_pinned
+
+
+def test_what_is_pinned_is_written_though_the_budget_of_writes_is_spent() -> None:
+    for is_pinned in (False, True):
+        bench = roomy()
+        bench.limits = replace(bench.limits, nvme_write_bytes_per_day=24)
+        bench.start()
+        wish = bench.prompt(7)
+        if is_pinned:
+            pin(bench, wish, tier="nvme")
+        bench.store_durably(bench.prompt(6))
+        bench.store_durably(wish)
+        assert ((wish.group, 0, wish.key(0)) in bench.disk.files) == is_pinned
+        pin(bench, wish, tier="nvme")
+        bench.work()
+        assert (wish.group, 0, wish.key(0)) in bench.disk.files, "one that comes later has it written as well"

@@ -63,6 +63,10 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
     "quarantine_days": ({"quarantine_seconds": worker}, "tests/storage/test_quarantine.py::test_what_is_too_old_goes"),
+    "shares": (
+        {"shares": limits},
+        "e2e/test_shares.py::test_a_tenant_keeps_its_share_of_both_tiers_while_another_one_floods_them",
+    ),
     "ttl": (
         {"ttl": limits},
         "e2e/test_expiry.py::test_what_a_tenant_has_not_used_for_its_time_is_gone_from_every_tier_also_over_a_restart",

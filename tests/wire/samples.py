@@ -74,6 +74,9 @@ from tierkv.wire.messages import (
     Seal,
     SealReply,
     SealWait,
+    ShareRow,
+    Shares,
+    SharesReply,
     Starts,
     StartsReply,
     Status,
@@ -252,6 +255,7 @@ REQUESTS: tuple[Request, ...] = (
     ),
     Unpin(id=31, session=_TOKEN, pin=_GRANT, prefix="22" * 32),
     Pins(id=32, session=_TOKEN),
+    Shares(id=33, session=_TOKEN),
     Starts(id=40, session=_TOKEN),
     Evictions(id=50, session=_TOKEN, job=_GRANT, seconds=3600.5, by_prefix=True),
     Audit(id=51, session=_TOKEN, job=_GRANT, resolve=3, resolution="a disk was exchanged"),
@@ -470,6 +474,7 @@ REPLIES: tuple[Reply, ...] = (
     PinReply(id=30, row=_PIN),
     UnpinReply(id=31, rows=(_PIN,)),
     PinsReply(id=32, rows=(_PIN,), tiers=(PinnedTier("host", 3, 1, 2),), unreadable=1),
+    SharesReply(id=33, rows=(ShareRow("tenant:acme", "host", 1, 2),)),
     StartsReply(
         id=40,
         starts=(

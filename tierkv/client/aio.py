@@ -42,6 +42,7 @@ from tierkv.client.operators import (
     pin_step,
     pins,
     purge_step,
+    shares,
     starts,
     status,
     still_there,
@@ -68,6 +69,7 @@ from tierkv.wire.messages import (
     PinRow,
     PinsReply,
     PurgeReply,
+    SharesReply,
     StartsReply,
     StatusReply,
     TopReply,
@@ -248,6 +250,9 @@ class Operator:
                 again = await self._run(unpin_step(self._verbs, row.pin, None))
                 rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
         return list(rows.values())
+
+    async def shares(self) -> SharesReply:
+        return await self._run(shares(self._verbs))
 
     async def pins(self) -> PinsReply:
         return await self._run(pins(self._verbs))

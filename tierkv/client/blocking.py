@@ -39,6 +39,7 @@ from tierkv.client.operators import (
     pins,
     purge_step,
     require_timeout,
+    shares,
     starts,
     status,
     still_there,
@@ -65,6 +66,7 @@ from tierkv.wire.messages import (
     PinRow,
     PinsReply,
     PurgeReply,
+    SharesReply,
     StartsReply,
     StatusReply,
     TopReply,
@@ -264,6 +266,9 @@ class Operator:
                 again = self._run(unpin_step(self._verbs, row.pin, None))
                 rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
         return list(rows.values())
+
+    def shares(self) -> SharesReply:
+        return self._run(shares(self._verbs))
 
     def pins(self) -> PinsReply:
         return self._run(pins(self._verbs))

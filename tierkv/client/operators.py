@@ -35,6 +35,8 @@ from tierkv.wire.messages import (
     PurgeReply,
     Reply,
     Request,
+    Shares,
+    SharesReply,
     Starts,
     StartsReply,
     Status,
@@ -178,6 +180,10 @@ def unpin_step(verbs: Verbs, pin: bytes | None, prefix: str | None) -> Verb[tupl
 
 def pins(verbs: Verbs) -> Verb[PinsReply]:
     return (yield from _insist(verbs, Pins, PinsReply))
+
+
+def shares(verbs: Verbs) -> Verb[SharesReply]:
+    return (yield from _insist(verbs, Shares, SharesReply))
 
 
 def is_settled(row: PinRow) -> bool:

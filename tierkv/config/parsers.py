@@ -17,10 +17,13 @@ from pydantic import BeforeValidator, ValidationInfo
 
 from tierkv.config.spans import parse_span
 from tierkv.core.expiry import DEFAULT
+from tierkv.core.shares import ShareName
 from tierkv.core.tenancy import TenantName
 from tierkv.errors import ConfigError
 
 _TTL_EXAMPLE = '"acme=7d, default=30d"'
+
+_SHARES_EXAMPLE = '"model:llama=40%, tenant:acme=20%"'
 
 MAX_NUMBER = 10**9
 MAX_USERS = 64
@@ -74,6 +77,31 @@ def ttl_rules(text: str) -> tuple[tuple[str, float], ...]:
         if name in rules:
             raise ValueError(f"{name} comes twice")
         rules[name] = seconds
+    return tuple(rules.items())
+
+
+def parse_shares(value: object) -> str:
+    """Whose which part of each tier is, as it is written. `share_rules` reads it again."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} isn't a list of shares; write one like {_SHARES_EXAMPLE}")
+    share_rules(value)
+    return ", ".join(one.strip() for one in value.split(",")) if value.strip() else ""
+
+
+def share_rules(text: str) -> tuple[tuple[str, float], ...]:
+    """(name of models or tenants, part of the whole), in order. ValueError for what is no such list."""
+    rules = {}
+    for one in text.split(",") if text.strip() else ():
+        name, equals, part = (piece.strip() for piece in one.rpartition("="))
+        if not equals:
+            raise ValueError(f"{one.strip()!r} isn't a name and its share; write a list like {_SHARES_EXAMPLE}")
+        ShareName(name)
+        if name in rules:
+            raise ValueError(f"{name} comes twice")
+        rules[name] = parse_share(part)
+    total = sum(rules.values())
+    if total > 1 + 1e-9:
+        raise ValueError(f"the shares come to {100 * total:g} % in all; write less")
     return tuple(rules.items())
 
 

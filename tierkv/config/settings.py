@@ -21,9 +21,11 @@ from tierkv.config.parsers import (
     parse_path,
     parse_positive,
     parse_share,
+    parse_shares,
     parse_switch,
     parse_ttl,
     parse_users,
+    share_rules,
     ttl_rules,
     user_numbers,
     whole,
@@ -115,6 +117,13 @@ class Settings(BaseModel):
         GiB, "Damaged files that are kept for a look, oldest removed first. Part of nvme_bytes.", unit="size"
     )
     quarantine_days: Seconds = _setting(7.0, "Days after which a damaged file is removed.", unit="days")
+    shares: Annotated[str, named(parse_shares)] = _setting(
+        "",
+        "Whose which part of each tier is: model: and a name or digits of the fingerprint, or tenant: and a name as in "
+        "ttl, with commas between; of several that fit the first counts. Who uses less is borrowed from, and has it "
+        "back when it wants it: then victims come first from those who use more. Empty: no shares.",
+        example='"model:llama=40%, tenant:acme=20%"',
+    )
     ttl: Annotated[str, named(parse_ttl)] = _setting(
         "",
         "How long what nobody uses is kept, by tenant: its salt, = and a time like 12h or 7d, with commas between. "
@@ -319,6 +328,11 @@ class Settings(BaseModel):
     def inline_uids(self) -> tuple[int, ...]:
         """The numbers of inline_users, each once."""
         return user_numbers(self.inline_users)
+
+    @property
+    def share_rules(self) -> tuple[tuple[str, float], ...]:
+        """Names of models and tenants, and what part of each tier is theirs."""
+        return share_rules(self.shares)
 
     @property
     def ttl_rules(self) -> tuple[tuple[str, float], ...]:

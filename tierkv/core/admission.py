@@ -80,17 +80,23 @@ class Admission:
         self._due: float | None = None
 
     def may_write(self, extent: Extent, now: float) -> bool:
-        """Now, and taken from the budget. What hangs on an extent that is not on its way to NVMe waits for it."""
+        """Now, and taken from the budget. What hangs on an extent that is not on its way to NVMe waits for it; what is
+        pinned waits for nothing."""
         if not self.budget.per_day:
             return True
         self.budget.fill(now)
+        if self._ledger.pins.concerns(extent):
+            self.budget.left -= self._bytes_of(extent)
+            return True
         if not self.budget.has(self._bytes_of(extent)) or self._absent_above(extent) is not None:
             return False
         self.budget.left -= self._bytes_of(extent)
         return True
 
     def is_worth_room(self, extent: Extent, now: float) -> bool:
-        """Whether it is worth what would have to leave NVMe for it."""
+        """Whether it is worth what would have to leave NVMe for it, or pinned."""
+        if self._ledger.pins.concerns(extent):
+            return True
         order = self._ledger.nvme_order
         rank = order.rank_of_new(extent.kind, self._ledger.seconds_per_byte(extent))
         cheapest = order.cheapest(now)

@@ -160,6 +160,15 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
         _require(group.extents == extents[key], f"{group.extents} extents counted, {extents[key]} there")
         _require(group.blocks == blocks[key], f"{group.blocks} blocks counted, {blocks[key]} there")
         _require(group.host_slots == host[key], f"{group.host_slots} host slots counted, {host[key]} there")
+    for share in ledger.shares.all:
+        its = [group for group in ledger.groups.values() if group.share is share]
+        on_nvme = sum(map(cascade.nvme_bytes_of, its))
+        in_host = sum(group.host_slots * group.slot_bytes for group in its)
+        for ticket in ledger.tickets.values():
+            group = ledger.groups[ticket.group]
+            in_host += len(ticket.offsets) * group.slot_bytes if group.share is share else 0
+        found = (share.host_bytes, share.nvme_bytes)
+        _require(found == (in_host, on_nvme), f"{share.name} uses {found} counted, {in_host, on_nvme} there")
     cascade.check_sums()
     if ledger.has_nvme:
         room = ledger.limits.nvme_bytes - cascade.overhead_bytes

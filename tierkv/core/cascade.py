@@ -317,7 +317,8 @@ class Cascade:
                 continue
             need = self._need(extent)
             files = self._ledger.group_of(extent).ranks + _FOLDERS_OF_A_WRITE
-            verdict = self._room_on_nvme(extent, need, files, now)
+            with self._ledger.group_of(extent).share.asking(nvme_bytes=need - extent.nvme_bytes):
+                verdict = self._room_on_nvme(extent, need, files, now)
             if verdict is Reason.PENDING:
                 break
             self._write_queue.popleft()
@@ -373,6 +374,7 @@ class Cascade:
         extent.move(NvmeEvent.ISSUE)
         self._file_owners[extent.key] = extent
         self.nvme_reserved += need - extent.nvme_bytes
+        group.share.nvme_bytes += need - extent.nvme_bytes
         extent.nvme_bytes = need
         ledger.hold(extent, _WRITE_HOLD, extent.num_blocks)
         assert extent.tokens is not None
@@ -459,7 +461,9 @@ class Cascade:
         """What was reserved for a write is a file now, or may be one."""
         self.nvme_reserved -= extent.nvme_bytes
         self.nvme_used += num_bytes
-        self._ledger.group_of(extent).nvme_bytes += num_bytes
+        group = self._ledger.group_of(extent)
+        group.nvme_bytes += num_bytes
+        group.share.nvme_bytes += num_bytes - extent.nvme_bytes
         extent.nvme_bytes = num_bytes
 
     def _drop_queued(self, extent: Extent, reason: Reason, now: float) -> None:
@@ -673,7 +677,7 @@ class Cascade:
         elif extent.nvme is NvmeState.PRESENT:
             extent.move(NvmeEvent.LOST)
             self._file_owners[extent.key] = extent
-            self.removing_bytes += extent.nvme_bytes
+            self._leaves_share(extent)
             self._to_sweep[extent] = None
         if extent.in_tree:
             self._ledger.cut_extent(extent, 0, None)
@@ -722,10 +726,21 @@ class Cascade:
     def _issue_removes(self, extent: Extent, aside: Reason | None = None) -> None:
         """`aside`: the files are right by their checksums and yet were found unusable, so they are kept for a look."""
         self._file_owners[extent.key] = extent
-        self.removing_bytes += extent.nvme_bytes
+        self._leaves_share(extent)
         extent.condemned = extent.is_stray = False
         for rank in range(self._ledger.group_of(extent).ranks):
             self._issue_remove(extent, rank, aside)
+
+    def nvme_bytes_of(self, group: Group) -> int:
+        """In files and reserved, less what is on its way out. Looks at every extent."""
+        known = {*self._ledger.tree, *self.extents_in_operations()}
+        staying = (NvmeState.QUEUED, NvmeState.WRITING, NvmeState.PRESENT)
+        return sum(e.nvme_bytes for e in known if e.group == group.spec.group and e.nvme in staying)
+
+    def _leaves_share(self, extent: Extent) -> None:
+        """Its file is on its way out: whoever looks for room counts on that."""
+        self.removing_bytes += extent.nvme_bytes
+        self._ledger.group_of(extent).share.nvme_bytes -= extent.nvme_bytes
 
     def _issue_remove(self, extent: Extent, rank: int, aside: Reason | None) -> None:
         op = _RemoveOp(extent, rank, aside)
@@ -821,7 +836,8 @@ class Cascade:
         # Held while room is made for it, or it could be its own victim.
         who = ("read", rank)
         ledger.hold(extent, who, blocks)
-        room = self.make_room(group.slot_bytes, blocks - first, now)
+        with group.share.asking(host_bytes=(blocks - first) * group.slot_bytes):
+            room = self.make_room(group.slot_bytes, blocks - first, now)
         slots = ledger.pool.allocate(group.slot_bytes, room.slots)
         if not slots:
             ledger.unhold(extent, who)

@@ -23,6 +23,7 @@ from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
 from tierkv.core.residency import NvmeState
+from tierkv.core.shares import Share, SharedOrder, Shares
 from tierkv.core.slabs import PAGE_BYTES, SlabPool
 from tierkv.core.value.cost import prefill_seconds
 from tierkv.core.value.order import EvictionOrder, Rank
@@ -58,6 +59,7 @@ class Limits:
     nvme_write_bytes_per_day: int = 0  # 0: no limit
     pinned_share: float = 0.1
     auto_pin_share: float = 0.0  # part of that, for the hottest prefixes
+    shares: tuple[tuple[str, float], ...] = ()  # names of models and tenants, and what part of each tier is theirs
     ttl: tuple[tuple[str, float], ...] = ()  # names of tenants, and how long what they don't use is kept
 
     def pin_caps(self) -> tuple[int, int]:
@@ -76,6 +78,7 @@ class Group:
     slot_bytes: int
     seconds_per_byte: float  # that a hit saves: of prefill at the start of a prompt
     persistent: bool
+    share: Share
     extents: int = 0
     blocks: int = 0
     host_slots: int = 0
@@ -170,7 +173,8 @@ class Ledger:
         self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
         self.reuse = Reuse()
         self._new_order = order_of(limits.policy, self.reuse.hazards, self)
-        self.nvme_order = self._new_order()
+        self.shares = Shares(limits.shares)
+        self.nvme_order = self._order_for("nvme")
         self.pins = Pinned(*limits.pin_caps())
         self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> slots
         self.on_host_change: Callable[[Extent, int], None] | None = None  # a recount that is going on
@@ -198,8 +202,27 @@ class Ledger:
             slot_bytes=slot_bytes,
             seconds_per_byte=seconds / (slot_bytes * spec.identity.parallel.shards),
             persistent=spec.persistent and spec.identity.is_persistent,
+            share=self.shares.of(spec),
         )
         return group
+
+    def rename(self, group: Group, spec: GroupSpec, nvme_bytes_of: Callable[[Group], int]) -> None:
+        """What people call it may decide whose share it uses."""
+        group.spec = spec
+        share = self.shares.of(spec)
+        if share is group.share:
+            return
+        extents = [extent for extent in self.tree if extent.group == spec.group]
+        for extent in extents:
+            self.host_order(group.slot_bytes).withdraw(extent)
+            self.nvme_order.withdraw(extent)
+        nvme_bytes = nvme_bytes_of(group)
+        slots = group.host_slots + sum(len(t.offsets) for t in self.tickets.values() if t.group == spec.group)
+        for one, sign in ((group.share, -1), (share, +1)):
+            one.host_bytes += sign * slots * group.slot_bytes
+            one.nvme_bytes += sign * nvme_bytes
+        group.share = share
+        self._reconsider_all(extents)
 
     def declare(self, group: Group) -> None:
         """Have the worker write down the group's identity, before its first file."""
@@ -210,8 +233,18 @@ class Ledger:
     def host_order(self, slot_bytes: int) -> EvictionOrder:
         order = self.host_orders.get(slot_bytes)
         if order is None:
-            order = self.host_orders[slot_bytes] = self._new_order()
+            order = self.host_orders[slot_bytes] = self._order_for("host")
         return order
+
+    def _order_for(self, tier: str) -> EvictionOrder:
+        """The policy's, or where there are shares a layer around as many of them."""
+        if not self.shares.is_set:
+            return self._new_order()
+
+        def capacity() -> int:
+            return self.limits.host_bytes if tier == "host" else self.limits.nvme_bytes
+
+        return SharedOrder(tier, capacity, lambda group: self.groups[group].share, self._new_order)
 
     def blocks_allowed(self, group: Group, holders: list[bytes], blocks: int) -> tuple[int, Reason | None]:
         """What the sessions may still hold, in blocks."""
@@ -390,7 +423,9 @@ class Ledger:
                 del self.homes[base]
 
     def _host_changed(self, extent: Extent, before: int, change: int) -> None:
-        self.group_of(extent).host_slots += change
+        group = self.group_of(extent)
+        group.host_slots += change
+        group.share.host_bytes += change * group.slot_bytes
         self.settle_pins(extent)
         if self.on_host_change is not None:
             self.on_host_change(extent, change)

@@ -64,6 +64,8 @@ class Offered:
         """What block `index` of those offered would rank; None: it is not to be refused."""
         if self._group.ranks > 1 and self._is_coming(index):
             return None
+        if self._keys[index] in self._ledger.pins.wanted:
+            return None
         return self._order.rank_of_new(self._kind(index), self._group.seconds_per_byte)
 
     def note_refused(self, first: int) -> None:

@@ -161,6 +161,8 @@ class Pins:
         job = _Job(record)
         self._begin(job)
         self._write_down(job)
+        for extent in self._extents_along(keys):
+            self._cascade.used_again(extent, now)  # what admission kept from NVMe goes there now
         return self._state(job)
 
     def keep(self, group: Group, keys: bytes, seconds: float, now: float) -> bool:
@@ -288,11 +290,12 @@ class Pins:
             self._tell(ForgetPin(pin))
 
     def _settle_along(self, keys: bytes) -> None:
+        for extent in self._extents_along(keys):
+            self._settle(extent)
+
+    def _extents_along(self, keys: bytes) -> list[Extent]:
         heads = self._ledger.tree.heads
-        for key in split_keys(keys):
-            extent = heads.get(key)
-            if extent is not None:
-                self._settle(extent)
+        return [heads[key] for key in split_keys(keys) if key in heads]
 
     def _settle_short(self) -> None:
         """There is more room in the share than there was."""

@@ -68,6 +68,7 @@ class RecoveredRows:
                 continue
             extent.move(NvmeEvent.RECOVERED)
             group.nvme_bytes += extent.nvme_bytes
+            group.share.nvme_bytes += extent.nvme_bytes
             self._cascade.nvme_used += extent.nvme_bytes
             if is_fit:
                 ledger.add_extent(extent, None, -1)

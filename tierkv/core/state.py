@@ -70,7 +70,7 @@ from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import NvmeState
 from tierkv.core.seals import Seals
 from tierkv.core.tickets import Tickets
-from tierkv.core.usage import GroupUsage, TierBytes, Wear, group_usage, tier_bytes, wear
+from tierkv.core.usage import GroupUsage, ShareUse, TierBytes, Wear, group_usage, share_use, tier_bytes, wear
 from tierkv.core.warmup import WarmupScope, WarmupState
 from tierkv.core.wiping import Wiping
 
@@ -106,7 +106,7 @@ class CacheState:
         if group is None:
             group = self._ledger.add_group(spec)
         else:
-            group.spec = spec
+            self._ledger.rename(group, spec, self._cascade.nvme_bytes_of)
             if group.persistent and not spec.persistent:
                 self._ledger.make_memory_only(group)
         if group.persistent and self._ledger.has_nvme and not self._purges.covers(group):
@@ -505,6 +505,10 @@ class CacheState:
     def host_balances(self) -> list[tuple[bytes, int]]:
         """What the books say of each group in host memory."""
         return [(key, group.host_slots * group.slot_bytes) for key, group in self._ledger.groups.items()]
+
+    def shares(self) -> list[ShareUse]:
+        """By share as they are set, the rest last, and by tier. Empty where none are set."""
+        return share_use(self._ledger)
 
     def tiers(self) -> list[TierBytes]:
         return tier_bytes(self._ledger, self._cascade)

@@ -29,6 +29,7 @@ from tierkv.core.offered import Offered
 from tierkv.core.publishing import Publisher
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import Refusal
+from tierkv.core.shares import Share
 from tierkv.core.value.order import Rank
 
 AHEAD_SHARE = 64
@@ -37,11 +38,12 @@ AHEAD_SHARE = 64
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Slots that a reservation takes, and the rank of what comes into the last of them."""
+    """Slots that a reservation takes, the rank of what comes into the last of them, and whose share they are."""
 
     slot_bytes: int
     count: int
     rank: Rank | None
+    share: Share
 
 
 class Tickets:
@@ -97,13 +99,15 @@ class Tickets:
         refused = 0
         if allowed:
             offered = Offered(ledger, shape, rank, missing[:allowed], missing_keys[:allowed], suffix_tokens, now)
-            room = self._cascade.make_room(shape.slot_bytes, offered.welcome, now, offered.rank_of)
+            with shape.share.asking(host_bytes=offered.welcome * shape.slot_bytes):
+                room = self._cascade.make_room(shape.slot_bytes, offered.welcome, now, offered.rank_of)
             offsets = ledger.pool.allocate(shape.slot_bytes, room.slots)
             refused = allowed - offered.welcome + room.refused
             if refused:
                 offered.note_refused(allowed - refused)
             if offsets:
-                self._expected = Expected(shape.slot_bytes, len(offsets), offered.rank_of(len(offsets) - 1))
+                rank_of_last = offered.rank_of(len(offsets) - 1)
+                self._expected = Expected(shape.slot_bytes, len(offsets), rank_of_last, shape.share)
         if len(offsets) < len(missing):
             others = len(missing) - len(offsets) - refused
             if refused:
@@ -148,6 +152,7 @@ class Tickets:
         ledger.tickets[grant] = ticket
         ledger.counts.tickets += 1
         ledger.sessions[holder].held_bytes += len(offsets) * shape.slot_bytes
+        shape.share.host_bytes += len(offsets) * shape.slot_bytes
         ledger.writing.setdefault(rank, {}).update(zip(ticket.block_keys, repeat(grant)))
         return answer
 
@@ -162,7 +167,9 @@ class Tickets:
             return
         expected, self._expected = self._expected, None
         most = self._ledger.limits.host_bytes // AHEAD_SHARE // expected.slot_bytes
-        self._cascade.make_ready(expected.slot_bytes, min(expected.count, most), now, expected.rank)
+        count = min(expected.count, most)
+        with expected.share.asking(host_bytes=count * expected.slot_bytes):
+            self._cascade.make_ready(expected.slot_bytes, count, now, expected.rank)
 
     def commit(self, grant: bytes, now: float) -> Committed | Refused:
         """Every copy into the slots has completed: publish all blocks of the ticket."""
@@ -257,6 +264,8 @@ class Tickets:
         ledger.has_let_go = ledger.has_let_go or ticket.unclean
         if not ticket.purged:
             self._end_writing(ticket)
+        group = ledger.groups[ticket.group]
+        group.share.host_bytes -= len(ticket.offsets) * group.slot_bytes
         holder = ledger.sessions.get(ticket.holder)
         if holder is not None:
             holder.held_bytes -= len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes

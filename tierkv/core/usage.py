@@ -59,6 +59,31 @@ def wear(ledger: Ledger, cascade: Cascade, now: float) -> Wear:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareUse:
+    """What one share uses of a tier, and what is its. Together the second come to the tier's capacity."""
+
+    name: str
+    tier: str
+    used_bytes: int
+    own_bytes: int
+
+
+def share_use(ledger: Ledger) -> list[ShareUse]:
+    """Empty where no shares are set."""
+    if not ledger.shares.is_set:
+        return []
+    limits = ledger.limits
+    return [
+        ShareUse(name=share.name, tier=tier, used_bytes=used, own_bytes=int(share.part * capacity))
+        for share in ledger.shares.all
+        for tier, used, capacity in (
+            ("host", share.host_bytes, limits.host_bytes),
+            *([("nvme", share.nvme_bytes, limits.nvme_bytes)] if ledger.has_nvme else []),
+        )
+    ]
+
+
 def group_usage(ledger: Ledger) -> list[GroupUsage]:
     reachable = {group for session in ledger.sessions.values() for group in session.groups}
     return [

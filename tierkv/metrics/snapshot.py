@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from tierkv.core.counters import Counters
 from tierkv.core.pins import PinnedTier
-from tierkv.core.usage import TierBytes
+from tierkv.core.usage import ShareUse, TierBytes
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency buckets, in seconds; one more bucket holds what is slower."""
@@ -63,6 +63,7 @@ class Snapshot:
     core: Counters = field(default_factory=Counters)
     tiers: tuple[TierBytes, ...] = ()
     pinned: tuple[PinnedTier, ...] = ()
+    shares: tuple[ShareUse, ...] = ()
     pins: int = 0
     index_bytes: int = 0
     quarantined_bytes: int = 0

@@ -214,6 +214,15 @@ METRICS: tuple[Declared, ...] = (
         "pinned_cap_bytes", "gauge", "bytes", ("tier",), "What they may keep of it at most (pinned_share).",
         _by_pinned(lambda t: t.cap_bytes),
     ),
+    # ---- shares
+    Declared(
+        "share_used_bytes", "gauge", "bytes", ("share", "tier"), "What it uses of the tier, where shares are set.",
+        lambda s: {(one.name, one.tier): one.used_bytes for one in s.shares},
+    ),
+    Declared(
+        "share_own_bytes", "gauge", "bytes", ("share", "tier"), "What is its; what it uses beyond that is borrowed.",
+        lambda s: {(one.name, one.tier): one.own_bytes for one in s.shares},
+    ),
     # ---- tiers
     Declared(
         "capacity_bytes", "gauge", "bytes", ("tier",), "What it may hold; used + reserved + overhead is never more.",
@@ -293,6 +302,7 @@ Served for Prometheus at `http://<metrics_host>:<metrics_port>/metrics`, only wh
 (names in `_total`) only grow while one front lives and start at 0 in the next. Labels are from closed lists: `tier` is
 `host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`, a `code` one of the error codes in protocol.md, an
 `operation` of `request_seconds` the name of a request there, a `worker` is `front`, `storage` or `gateway`.
+A `share` has the name that the settings give it, or is the `rest`.
 
 Made from `tierkv/metrics/table.py` by `python -m tierkv.metrics`.
 

@@ -60,6 +60,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     pinned_share: float = 0.1
     auto_pin_share: float = 0.0
     ttl: tuple[tuple[str, float], ...] = ()
+    shares: tuple[tuple[str, float], ...] = ()
 
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):

@@ -114,6 +114,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
         pinned_share=settings.pinned_share,
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl,
+        shares=settings.shares,
     )
 
 

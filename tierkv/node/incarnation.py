@@ -192,4 +192,5 @@ def front_settings(settings: Settings) -> FrontSettings:
         pinned_share=settings.pinned_share,
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl_rules,
+        shares=settings.share_rules,
     )

@@ -1,4 +1,4 @@
-"""Requests about pins, and pins as messages."""
+"""Requests about pins and shares, and pins as messages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from tierkv.wire.messages import (
     PinsReply,
     Reply,
     Request,
+    ShareRow,
+    Shares,
+    SharesReply,
     Unpin,
     UnpinReply,
 )
@@ -46,6 +49,7 @@ class Pinning:
             Pin: self._pin,
             Unpin: self._unpin,
             Pins: self._pins,
+            Shares: self._shares,
         }
 
     def _pin(self, request: Pin, _asker: Asker, now: float) -> Reply:
@@ -104,6 +108,11 @@ class Pinning:
             tiers=tuple(PinnedTier(one.tier, one.cap_bytes, one.held_bytes, one.booked_bytes) for one in tiers),
             unreadable=self._unreadable(),
         )
+
+    def _shares(self, request: Shares, _asker: Asker, _now: float) -> Reply:
+        uses = self._core.look(self._state.shares)
+        rows = tuple(ShareRow(one.name, one.tier, one.used_bytes, one.own_bytes) for one in uses)
+        return SharesReply(id=request.id, rows=rows)
 
     def _row(self, state: PinState) -> PinRow:
         return pin_row(state, self._core.look(lambda: self._state.group_spec(state.record.group)))

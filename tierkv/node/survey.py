@@ -123,6 +123,7 @@ class Survey:
             tiers=tuple(state.tiers()),
             pinned=tuple(state.pinned_tiers()),
             pins=state.num_pins,
+            shares=tuple(state.shares()),
             index_bytes=health.index_bytes if health else 0,
             quarantined_bytes=health.quarantined_bytes if health else 0,
             quarantined_files=health.quarantined_files if health else 0,

@@ -933,6 +933,30 @@ class Audit(Request, frozen=True, kw_only=True, tag=True):
     resolution: Text = ""
 
 
+# ---- shares
+
+
+class ShareRow(msgspec.Struct, frozen=True):
+    """What a share uses of a tier, and what is its. `name` as in the settings, "rest" for who is not named there."""
+
+    name: str
+    tier: str
+    used_bytes: int
+    own_bytes: int
+
+
+class SharesReply(Reply, frozen=True, kw_only=True, tag=True):
+    """As they are set, the rest last, each for each tier. No row where none are set."""
+
+    rows: tuple[ShareRow, ...]
+
+
+class Shares(Request, frozen=True, kw_only=True, tag=True):
+    """Whose which part of each tier is, and what is used of it."""
+
+    reply: ClassVar[type[Reply]] = SharesReply
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -956,6 +980,7 @@ AnyRequest = (
     | Pin
     | Unpin
     | Pins
+    | Shares
     | Starts
     | Evictions
     | Audit
@@ -982,6 +1007,7 @@ AnyReply = (
     | PinReply
     | UnpinReply
     | PinsReply
+    | SharesReply
     | StartsReply
     | EvictionsReply
     | AuditReply
