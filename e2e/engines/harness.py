@@ -239,6 +239,11 @@ class VllmServer:
         self.close()
 
     @property
+    def url(self) -> str:
+        """Where it is asked, once it has begun."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -129,5 +129,4 @@ def test_it_saves_much_more_of_what_follows_than_bringing_what_was_used_last(
 
     ours = saved(warmup_plan.worth)
     by_last_use = saved(lambda extent, *_: extent.last_used)
-    print(f"{ours:.1f} s of prefill saved, by last use {by_last_use:.1f} s")
     assert ours > least * by_last_use
