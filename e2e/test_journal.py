@@ -190,3 +190,26 @@ def test_a_purged_tenant_is_in_no_row_of_the_journal(tmp_path: Path) -> None:
         assert report["total"]["evictions"] > 0
         assert {line["model"] for line in report["lines"]} == {"(purged)"}
         assert tierkv(node, "audit")["open"] == 0
+
+
+def test_an_eviction_by_hand_takes_what_its_dry_run_listed_and_is_in_the_journal_as_such(tmp_path: Path) -> None:
+    with Node(tmp_path, **{**SMALL, "nvme_bytes": "64MiB"}) as node:
+        node.start()
+        with StampedEngine(node.endpoint) as engine:
+            store_many(engine, 0, 40)
+            wished = ("evict", "--tier", "nvme", "--to", "512KiB")
+            preview = tierkv(node, *wished, "--dry-run")
+            assert 0 < preview["used_bytes"] <= 512 * 1024
+            assert len(preview["victims"]) == preview["evictions"] > 10
+            assert tierkv(node, *wished, "--dry-run")["victims"] == preview["victims"]
+            done = tierkv(node, *wished, "--yes")
+            assert (done["evictions"], done["used_bytes"]) == (preview["evictions"], preview["used_bytes"])
+            assert tierkv(node, "evict", "--to", "0", "--yes")["used_bytes"] == 0
+            wait_until(lambda: sum(f.stat().st_size for f in files(node)) == done["used_bytes"], "the files are gone")
+            lines = tierkv(node, "evictions", "--by", "reason")["lines"]
+            by_hand = [line for line in lines if line["reason"] == "operator"]
+            assert sum(line["bytes"] for line in by_hand if line["from"] == "nvme") == done["bytes"]
+            assert {line["from"] for line in by_hand} == {"nvme", "host"}
+            found = [prompt for prompt in range(40) if engine.load(prompt, BLOCKS).right == BLOCKS]
+            assert len(found) == len(files(node))
+        assert tierkv(node, "audit")["open"] == 0

@@ -36,6 +36,7 @@ COMMANDS = {
     "replay": "Replay a trace against policies and capacities.",
     "size": "Say how much memory and NVMe requests are worth.",
     "evictions": "Show what was evicted, and what of it was asked for again.",
+    "evict": "Evict down to a size, in the order in force.",
     "audit": "Hold what is there against what is booked.",
     "pin": "Have a prefix stay, whatever is evicted.",
     "unpin": "End a pin.",

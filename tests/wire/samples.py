@@ -35,9 +35,12 @@ from tierkv.wire.messages import (
     Done,
     Error,
     ErrorCode,
+    Evict,
+    EvictedTier,
     EvictionRow,
     Evictions,
     EvictionsReply,
+    EvictReply,
     Explain,
     ExplainReply,
     Fetch,
@@ -91,6 +94,7 @@ from tierkv.wire.messages import (
     UsageRow,
     Verify,
     VerifyReply,
+    VictimRow,
     Warmup,
     WarmupReply,
     WorkerStatus,
@@ -259,6 +263,7 @@ REQUESTS: tuple[Request, ...] = (
     Starts(id=40, session=_TOKEN),
     Evictions(id=50, session=_TOKEN, job=_GRANT, seconds=3600.5, by_prefix=True),
     Audit(id=51, session=_TOKEN, job=_GRANT, resolve=3, resolution="a disk was exchanged"),
+    Evict(id=52, session=_TOKEN, tier=EvictedTier.NVME, to_bytes=4096, fingerprint="11", dry_run=True),
 )
 
 REPLIES: tuple[Reply, ...] = (
@@ -558,6 +563,20 @@ REPLIES: tuple[Reply, ...] = (
         ),
         problem="a folder can't be listed",
         known=False,
+    ),
+    EvictReply(
+        id=52,
+        used_bytes=4096,
+        evictions=1,
+        blocks=2,
+        tokens=32,
+        num_bytes=8192,
+        lost_tokens=16,
+        lost_seconds=0.25,
+        finished=True,
+        is_cut=True,
+        reason="no_room",
+        victims=(VictimRow(_GROUP, "llama", _GROUP, 16, "dropped", 2, 32, 8192, 1.5, 2.5, 3, 0.25),),
     ),
 )
 

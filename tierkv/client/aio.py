@@ -35,6 +35,7 @@ from tierkv.client.operators import (
     PinWish,
     audit_step,
     cancel_job,
+    evict_step,
     evictions_step,
     explain,
     is_settled,
@@ -63,6 +64,7 @@ from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
     AuditReply,
     EvictionsReply,
+    EvictReply,
     ExplainReply,
     Holder,
     LeasePart,
@@ -211,6 +213,9 @@ class Operator:
     def audit(self, *, resolve: int = 0, resolution: str = "", job: bytes | None = None) -> AsyncIterator[AuditReply]:
         chosen = job or new_job()
         return self._until_finished(lambda: audit_step(self._verbs, chosen, resolve, resolution))
+
+    async def evict(self, *, tier: str, to_bytes: int, fingerprint: str = "", dry_run: bool = False) -> EvictReply:
+        return await self._run(evict_step(self._verbs, tier, to_bytes, fingerprint, dry_run))
 
     async def pin(
         self,

@@ -31,6 +31,7 @@ from tierkv.client.operators import (
     PinWish,
     audit_step,
     cancel_job,
+    evict_step,
     evictions_step,
     explain,
     is_settled,
@@ -60,6 +61,7 @@ from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
     AuditReply,
     EvictionsReply,
+    EvictReply,
     ExplainReply,
     Holder,
     LeasePart,
@@ -221,6 +223,12 @@ class Operator:
         progress until `finished`: the last one has the table of differences."""
         chosen = job or new_job()
         return self._until_finished(lambda: audit_step(self._verbs, chosen, resolve, resolution))
+
+    def evict(self, *, tier: str, to_bytes: int, fingerprint: str = "", dry_run: bool = False) -> EvictReply:
+        """Evict from `tier` ("host" or "nvme") until it uses no more than `to_bytes`, in the order in force; only of a
+        model whose `fingerprint` begins so. One slice: ask again until it is `finished`. `dry_run` lists the victims of
+        all slices, and evicts nothing."""
+        return self._run(evict_step(self._verbs, tier, to_bytes, fingerprint, dry_run))
 
     def pin(
         self,

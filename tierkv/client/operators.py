@@ -21,8 +21,11 @@ from tierkv.wire.messages import (
     MAX_EXPLAINED_TOKENS,
     Audit,
     AuditReply,
+    Evict,
+    EvictedTier,
     Evictions,
     EvictionsReply,
+    EvictReply,
     Explain,
     ExplainReply,
     Pin,
@@ -136,6 +139,11 @@ def evictions_step(verbs: Verbs, job: bytes, seconds: float, by_prefix: bool) ->
 
 def audit_step(verbs: Verbs, job: bytes, resolve: int, resolution: str) -> Verb[AuditReply]:
     return (yield from _insist(verbs, Audit, AuditReply, job=job, resolve=resolve, resolution=resolution))
+
+
+def evict_step(verbs: Verbs, tier: str, to_bytes: int, fingerprint: str, dry_run: bool) -> Verb[EvictReply]:
+    fields = {"tier": EvictedTier(tier), "to_bytes": to_bytes, "fingerprint": fingerprint, "dry_run": dry_run}
+    return (yield from _insist(verbs, Evict, EvictReply, **fields))
 
 
 RECORD_SECONDS = 0.02

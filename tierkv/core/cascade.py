@@ -177,7 +177,7 @@ class Cascade:
         before = self._ledger.pool.used_bytes
         for extent, remaining in relief.cuts if relief is not None else ():
             if extent.longest_host_blocks > remaining:
-                self._leave_host(extent, remaining, now)
+                self.leave_host(extent, remaining, now)
         return self._ledger.pool.used_bytes < before  # or whoever makes room would ask again without end
 
     def _evict_from_host(self, extent: Extent, slots_needed: int, now: float) -> None:
@@ -196,9 +196,9 @@ class Cascade:
         while remaining > floor and freed < slots_needed:
             remaining -= 1
             freed += sum(len(slots) > remaining for slots in extent.slots)
-        self._leave_host(extent, remaining, now)
+        self.leave_host(extent, remaining, now)
 
-    def _leave_host(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
+    def leave_host(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
         ledger = self._ledger
         group = ledger.group_of(extent)
         stays_on_nvme = extent.nvme is NvmeState.PRESENT
@@ -550,10 +550,10 @@ class Cascade:
             victim = ledger.nvme_order.pop(now)
         if victim is None:
             return False
-        self._leave_nvme(victim, now)
+        self.leave_nvme(victim, now)
         return True
 
-    def _leave_nvme(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> None:
+    def leave_nvme(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> None:
         """Its file goes, and with it what is not in host memory."""
         ledger = self._ledger
         stays_in_host = victim.host_blocks
@@ -595,11 +595,11 @@ class Cascade:
     def expire(self, extent: Extent, now: float) -> None:
         """Out of every tier. It `may_expire`."""
         if extent.nvme is not NvmeState.PRESENT:
-            self._leave_host(extent, 0, now, Reason.EXPIRED)
+            self.leave_host(extent, 0, now, Reason.EXPIRED)
             return
         if extent.longest_host_blocks:
-            self._leave_host(extent, 0, now, Reason.EXPIRED)
-        self._leave_nvme(extent, now, Reason.EXPIRED)
+            self.leave_host(extent, 0, now, Reason.EXPIRED)
+        self.leave_nvme(extent, now, Reason.EXPIRED)
 
     def shrink(self, now: float, *, at_once: bool = False) -> None:
         """Evict down to capacity: after recovery, `at_once`, or when what lies beside the extents has grown, a slice

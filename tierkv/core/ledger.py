@@ -506,13 +506,16 @@ class Ledger:
         return extent.first_token + (index + 1) * self.group_of(extent).block_tokens
 
     def may_leave_nvme(self, extent: Extent) -> bool:
+        return self.may_file_go(extent) and not any(branch.kids for branch in extent.branch_points.values())
+
+    def may_file_go(self, extent: Extent) -> bool:
+        """Whatever hangs on it: whether its file is needed for nothing."""
         return (
             extent.in_tree
             and extent.nvme is NvmeState.PRESENT
             and not extent.holds
             and not extent.reading
             and not self.pins.keeps_file(extent)
-            and not any(branch.kids for branch in extent.branch_points.values())
         )
 
     def reconsider(self, extent: Extent) -> None:

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
 
-from tierkv.core import audit, warmup
+from tierkv.core import audit, evicting, warmup
 from tierkv.core.auto_pins import AutoPins
 from tierkv.core.cascade import Cascade
 from tierkv.core.counters import Counters
+from tierkv.core.evicting import EvictState
 from tierkv.core.expiry import Expiry
 from tierkv.core.explain import Question, answer
 from tierkv.core.explanation import Explanation
@@ -402,6 +403,16 @@ class CacheState:
     def cancel_warmup(self, job: bytes, now: float) -> list[Effect]:
         self._warmups.pop(job, None)
         return self._effects_after(now)
+
+    def evict(self, tier: str, to_bytes: int, fingerprint: str, now: float) -> tuple[EvictState, list[Effect]]:
+        """Evict a slice from a tier that uses more than `to_bytes`, in the order in force: because an operator says so.
+        Ask again until it is finished."""
+        answer = evicting.evict(self._ledger, self._cascade, tier, to_bytes, fingerprint, now)
+        return answer, self._effects_after(now)
+
+    def preview_eviction(self, tier: str, to_bytes: int, fingerprint: str, now: float) -> EvictState:
+        """What `evict` would do, with its victims; nothing is evicted."""
+        return evicting.preview(self._ledger, self._cascade, tier, to_bytes, fingerprint, now)
 
     def start_purge(self, purge: bytes, what: What, now: float) -> tuple[PurgeState | NotOne, list[Effect]]:
         """Make all of `what` unreachable, at once in memory, and have its bytes removed from every tier. Asking again

@@ -13,9 +13,9 @@ from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
 from tierkv.node.journal_reports import JournalReports
 from tierkv.node.pinning import Pinning
 from tierkv.node.purging import Purging
-from tierkv.node.replies import no_warmup, warmup_reply
+from tierkv.node.replies import evict_reply, no_warmup, warmup_reply
 from tierkv.node.waiting import Asker
-from tierkv.wire.messages import Error, ErrorCode, Purge, Reply, Request, Starts, Status, Usage, Verify, Warmup
+from tierkv.wire.messages import Error, ErrorCode, Evict, Purge, Reply, Request, Starts, Status, Usage, Verify, Warmup
 
 
 class Operating:
@@ -47,6 +47,7 @@ class Operating:
             Purge: Purging(core, is_read_only=is_read_only).ask,
             **Explaining(core).handlers,
             **self._reports.handlers,
+            Evict: self._evict,
             **Pinning(core, is_read_only=is_read_only, unreadable=self._unreadable_pins).handlers,
         }
 
@@ -75,6 +76,18 @@ class Operating:
     def next_wakeup(self) -> float | None:
         times = (self._warmups.next_deadline(), self._verifications.next_deadline(), self._reports.next_wakeup())
         return min((time for time in times if time is not None), default=None)
+
+    def _evict(self, request: Evict, _asker: Asker, now: float) -> Reply:
+        tier, to_bytes, fingerprint = str(request.tier), request.to_bytes, request.fingerprint
+        if tier == "nvme" and not self._has_nvme:
+            problem = "this node keeps everything in host memory: it has no NVMe tier"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tier")
+        if request.dry_run:
+            state = self._core.look(lambda: self._state.preview_eviction(tier, to_bytes, fingerprint, now))
+        else:
+            state = self._core.ask(now, lambda: self._state.evict(tier, to_bytes, fingerprint, now))
+        names = {usage.spec.group: usage.spec.model_name for usage in self._state.usage()} if state.victims else {}
+        return evict_reply(request.id, state, names)
 
     def _warmup(self, request: Warmup, _asker: Asker, now: float) -> Reply:
         job = request.job

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tierkv.core.evicting import EvictState
 from tierkv.core.grants import NO_ROOM, Committed, Lease, Refused, Reservation, SealAnswer
 from tierkv.core.reasons import Reason
 from tierkv.core.warmup import WarmupState
@@ -13,10 +14,12 @@ from tierkv.wire.messages import (
     CommitReply,
     Error,
     ErrorCode,
+    EvictReply,
     LeasePart,
     Reply,
     ReserveReply,
     SealReply,
+    VictimRow,
     WarmupReply,
 )
 
@@ -115,3 +118,36 @@ def no_warmup(request_id: int) -> WarmupReply:
 
 def shutting_down(request_id: int) -> Error:
     return Error(id=request_id, code=ErrorCode.SHUTTING_DOWN, problem="the node is shutting down")
+
+
+def evict_reply(request_id: int, state: EvictState, model_names: Mapping[bytes, str]) -> EvictReply:
+    return EvictReply(
+        id=request_id,
+        used_bytes=state.used_bytes,
+        evictions=state.evictions,
+        blocks=state.blocks,
+        tokens=state.tokens,
+        num_bytes=state.num_bytes,
+        lost_tokens=state.lost_tokens,
+        lost_seconds=state.lost_seconds,
+        finished=state.finished,
+        is_cut=state.is_cut,
+        reason=state.reason or "",
+        victims=tuple(
+            VictimRow(
+                group=one.group,
+                model_name=model_names.get(one.group, ""),
+                key=one.key,
+                first_token=one.first_token,
+                to=one.to,
+                blocks=one.blocks,
+                tokens=one.tokens,
+                num_bytes=one.num_bytes,
+                created=one.created,
+                last_used=one.last_used,
+                hits=one.hits,
+                seconds=one.seconds,
+            )
+            for one in state.victims
+        ),
+    )

@@ -957,6 +957,58 @@ class Shares(Request, frozen=True, kw_only=True, tag=True):
     reply: ClassVar[type[Reply]] = SharesReply
 
 
+class EvictedTier(StrEnum):
+    HOST = "host"
+    NVME = "nvme"
+
+
+class VictimRow(msgspec.Struct, frozen=True):
+    """What would go of one extent. `to`: where it still is then, or "dropped"; then `seconds` of prefill are lost."""
+
+    group: bytes
+    model_name: str
+    key: bytes
+    first_token: int
+    to: str
+    blocks: int
+    tokens: int
+    num_bytes: int
+    created: float
+    last_used: float
+    hits: int
+    seconds: float
+
+
+class EvictReply(Reply, frozen=True, kw_only=True, tag=True):
+    """What this request has evicted (or would): a slice of it. `used_bytes` of the tier are left. Ask again until it is
+    `finished`. `lost_tokens` of `tokens` are in no tier any more. `reason`: why no more goes, though more is used than
+    was wished. `is_cut`: a preview that lists no more victims, though more would go."""
+
+    used_bytes: Count
+    evictions: Count
+    blocks: Count
+    tokens: Count
+    num_bytes: Count
+    lost_tokens: Count
+    lost_seconds: float
+    finished: bool
+    is_cut: bool = False
+    reason: str = ""
+    victims: tuple[VictimRow, ...] = ()
+
+
+class Evict(Request, frozen=True, kw_only=True, tag=True):
+    """Evict from `tier`, in the order in force, until it uses no more than `to_bytes`; of a model whose `fingerprint`
+    begins so. With `dry_run` victims are listed, and nothing is evicted."""
+
+    reply: ClassVar[type[Reply]] = EvictReply
+
+    tier: EvictedTier
+    to_bytes: Count
+    fingerprint: Text = ""
+    dry_run: bool = False
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -984,6 +1036,7 @@ AnyRequest = (
     | Starts
     | Evictions
     | Audit
+    | Evict
 )
 AnyReply = (
     Error
@@ -1011,4 +1064,5 @@ AnyReply = (
     | StartsReply
     | EvictionsReply
     | AuditReply
+    | EvictReply
 )

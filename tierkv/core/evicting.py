@@ -1,0 +1,341 @@
+"""Evicting by an operator's word: down to a size, in the order in force; and what that would take, without doing it.
+
+An eviction makes others possible: what hung on the evicted is what held its parent. A preview therefore takes victims
+out of the order, offers what would have become free, and puts everything back as it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tierkv.core.cascade import EVICTIONS_AT_A_TIME, Cascade
+from tierkv.core.extent import Extent
+from tierkv.core.ledger import Ledger
+from tierkv.core.reasons import Reason
+from tierkv.core.residency import NvmeState
+from tierkv.core.value.cost import prefill_seconds
+from tierkv.core.value.order import EvictionOrder, Rank
+
+MAX_VICTIMS = 1_000
+"""Victims of a preview: nobody is kept waiting for more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """What goes of one extent. `seconds` is what computing it again costs; 0.0 where it stays in another tier."""
+
+    group: bytes
+    key: bytes
+    first_token: int
+    to: str
+    blocks: int
+    tokens: int
+    num_bytes: int
+    created: float
+    last_used: float
+    hits: int
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class EvictState:
+    """`used_bytes` are left in the tier; the rest is what has gone, or would. `reason`: why no more goes, though more
+    is used than was wished. `is_cut`: a preview that ends before that. `victims` are listed by previews."""
+
+    used_bytes: int
+    evictions: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    lost_tokens: int = 0
+    lost_seconds: float = 0.0
+    finished: bool = False
+    is_cut: bool = False
+    reason: Reason | None = None
+    victims: list[Victim] = field(default_factory=list)
+
+    def add(self, victim: Victim) -> None:
+        self.evictions += 1
+        self.blocks += victim.blocks
+        self.tokens += victim.tokens
+        self.num_bytes += victim.num_bytes
+        if victim.to == "dropped":
+            self.lost_tokens += victim.tokens
+            self.lost_seconds += victim.seconds
+
+
+def used_bytes(ledger: Ledger, cascade: Cascade, tier: str) -> int:
+    """Files on their way out are gone already."""
+    if tier == "nvme":
+        return cascade.nvme_used - cascade.removing_bytes
+    return sum(group.host_slots * group.slot_bytes for group in ledger.groups.values())
+
+
+def evict(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerprint: str, now: float) -> EvictState:
+    """Evict a slice, of a model whose fingerprint begins so. Ask again until it is finished."""
+    state = EvictState(used_bytes=used_bytes(ledger, cascade, tier))
+    there = _There(ledger)
+    source = _source(there, cascade, tier, fingerprint, now)
+    while state.used_bytes > to_bytes and state.evictions < EVICTIONS_AT_A_TIME:
+        extent = source.take()
+        if extent is None:
+            state.reason = Reason.NO_ROOM if tier == "host" or cascade.can_remove else Reason.READ_ONLY
+            break
+        concerned = list(_with_parent(extent))  # when it has left the tree, nobody knows what it hung on
+        if tier == "nvme":
+            state.add(there.victim_on_nvme(extent))
+            cascade.leave_nvme(extent, now, Reason.OPERATOR)
+        else:
+            remaining = there.remaining(extent, state.used_bytes - to_bytes)
+            state.add(there.victim_in_host(extent, remaining))
+            cascade.leave_host(extent, remaining, now, Reason.OPERATOR)
+        source.freed(concerned)
+        state.used_bytes = used_bytes(ledger, cascade, tier)
+    state.finished = state.used_bytes <= to_bytes or state.reason is not None
+    return state
+
+
+def preview(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerprint: str, now: float) -> EvictState:
+    """What `evict` would do, all of its slices together; nearly, where shares are set (whose turn it is, is reckoned
+    with what is used now) or the order learns from each victim (gdsf). Changes nothing but which of two equal ones is
+    first."""
+    state = EvictState(used_bytes=used_bytes(ledger, cascade, tier), finished=True)
+    ahead = _Ahead(ledger)
+    source = _source(ahead, cascade, tier, fingerprint, now)
+    try:
+        while state.used_bytes > to_bytes:
+            if len(state.victims) == MAX_VICTIMS:
+                state.is_cut = True
+                break
+            extent = source.take()
+            if extent is None:
+                state.reason = Reason.NO_ROOM if tier == "host" or cascade.can_remove else Reason.READ_ONLY
+                break
+            victim = ahead.go(extent, tier, state.used_bytes - to_bytes)
+            state.add(victim)
+            state.victims.append(victim)
+            state.used_bytes -= victim.num_bytes
+            source.freed(list(_with_parent(extent)))
+    finally:
+        for extent in ahead.touched:
+            ledger.reconsider(extent)
+    return state
+
+
+# ---- what is there, and what would be
+
+
+class _There:
+    """The books as they are."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def host_blocks(self, extent: Extent) -> int:
+        """In some rank."""
+        return extent.longest_host_blocks
+
+    def host_floor(self, extent: Extent) -> int | None:
+        return self.ledger.host_floor(extent)
+
+    def may_leave_nvme(self, extent: Extent) -> bool:
+        return self.ledger.may_leave_nvme(extent)
+
+    def take(self, order: EvictionOrder, now: float) -> Extent | None:
+        return order.pop(now)
+
+    def offer(self, order: EvictionOrder, extent: Extent, index: int) -> None:
+        pass  # the cascade has seen to it
+
+    def remaining(self, extent: Extent, surplus: int) -> int:
+        """How many blocks stay: as many as can, and at most one segment of use goes."""
+        longest, floor = self.host_blocks(extent), self.host_floor(extent)
+        floor = longest if floor is None else floor
+        if floor < extent.hot_blocks < longest:
+            floor = extent.hot_blocks
+        group = self.ledger.group_of(extent)
+        return max(floor, longest - -(-surplus // (group.slot_bytes * group.ranks)))
+
+    def victim_in_host(self, extent: Extent, remaining: int) -> Victim:
+        longest = self.host_blocks(extent)
+        gone = sum(max(0, min(len(slots), longest) - remaining) for slots in extent.slots)
+        to = "nvme" if extent.nvme is NvmeState.PRESENT else "dropped"
+        num_bytes = gone * self.ledger.group_of(extent).slot_bytes
+        return self._victim(extent, remaining, longest - remaining, num_bytes, to)
+
+    def victim_on_nvme(self, extent: Extent) -> Victim:
+        to = "host" if extent.host_blocks == extent.num_blocks else "dropped"
+        return self._victim(extent, 0, extent.num_blocks, extent.nvme_bytes, to)
+
+    def _victim(self, extent: Extent, first: int, blocks: int, num_bytes: int, to: str) -> Victim:
+        ledger = self.ledger
+        block_tokens = ledger.group_of(extent).block_tokens
+        first_token, tokens = extent.first_token + first * block_tokens, blocks * block_tokens
+        rate = ledger.limits.prefill_tokens_per_second
+        return Victim(
+            group=extent.group,
+            key=extent.block_key(first),
+            first_token=first_token,
+            to=to,
+            blocks=blocks,
+            tokens=tokens,
+            num_bytes=num_bytes,
+            created=extent.created,
+            last_used=extent.used_at(first),
+            hits=extent.hits_at(first),
+            seconds=prefill_seconds(tokens, first_token, rate) if to == "dropped" else 0.0,
+        )
+
+
+class _Ahead(_There):
+    """As they would be when what was taken had gone."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self.touched: dict[Extent, None] = {}
+        self._remaining: dict[Extent, int] = {}
+        self._off_nvme: set[Extent] = set()
+        self._gone: set[Extent] = set()  # from the tree
+
+    def host_blocks(self, extent: Extent) -> int:
+        return self._remaining.get(extent, extent.longest_host_blocks)
+
+    def host_floor(self, extent: Extent) -> int | None:
+        """As the ledger's, for what would be left."""
+        ledger = self.ledger
+        if extent in self._gone or extent.reading or not ledger.may_leave_host(extent):
+            return None
+        floor = max(extent.held_blocks, ledger.pins.host_blocks(extent))
+        is_on_nvme = extent.nvme is NvmeState.PRESENT
+        for index, branch in extent.branch_points.items():
+            kids = [kid for kid in branch.kids if kid not in self._gone]
+            if any(map(self.host_blocks, kids)) or (kids and not is_on_nvme):
+                floor = max(floor, index + 1)
+        return floor if floor < self.host_blocks(extent) else None
+
+    def may_leave_nvme(self, extent: Extent) -> bool:
+        kids = any(kid not in self._gone for branch in extent.branch_points.values() for kid in branch.kids)
+        return extent not in self._off_nvme and not kids and self.ledger.may_file_go(extent)
+
+    def take(self, order: EvictionOrder, now: float) -> Extent | None:
+        """Not by `pop`, which orders learn from."""
+        extent = order.next_victim(now)
+        if extent is not None:
+            self.touched[extent] = None
+            order.withdraw(extent)
+        return extent
+
+    def offer(self, order: EvictionOrder, extent: Extent, index: int) -> None:
+        self.touched[extent] = None
+        order.offer(extent, index)
+
+    def go(self, extent: Extent, tier: str, surplus: int) -> Victim:
+        self.touched[extent] = None
+        if tier == "nvme":
+            victim = self.victim_on_nvme(extent)
+            self._off_nvme.add(extent)
+            if not extent.host_blocks:
+                self._gone.add(extent)
+            return victim
+        remaining = self.remaining(extent, surplus)
+        victim = self.victim_in_host(extent, remaining)
+        self._remaining[extent] = remaining
+        if not remaining and extent.nvme is not NvmeState.PRESENT:
+            self._gone.add(extent)
+        return victim
+
+
+# ---- in which order
+
+
+class _Source:
+    """Victims from the orders in force: of several the one that names the cheapest."""
+
+    def __init__(self, there: _There, tier: str, now: float, orders: list[EvictionOrder]) -> None:
+        self._there = there
+        self._tier = tier
+        self._now = now
+        self._orders = orders
+
+    def take(self) -> Extent | None:
+        while True:
+            ranked = [
+                (rank, number)
+                for number, order in enumerate(self._orders)
+                if (rank := order.cheapest(self._now)) is not None
+            ]
+            if not ranked:
+                return None
+            extent = self._there.take(self._orders[min(ranked)[1]], self._now)
+            if extent is not None and _index(self._there, self._tier, extent) is not None:
+                return extent
+
+    def freed(self, extents: list[Extent]) -> None:
+        """A victim and what it hung on: it has lost what it was to lose, so it may lose more, or the other may."""
+        for one in extents:
+            index = _index(self._there, self._tier, one)
+            if index is not None:
+                self._there.offer(self._order_of(one), one, index)
+
+    def _order_of(self, extent: Extent) -> EvictionOrder:
+        ledger = self._there.ledger
+        return ledger.nvme_order if self._tier == "nvme" else ledger.host_order(ledger.group_of(extent).slot_bytes)
+
+
+class _SourceOfModel(_Source):
+    """Those of one model alone, ranked as the orders in force rank them."""
+
+    def __init__(self, there: _There, tier: str, now: float, fingerprint: str) -> None:
+        super().__init__(there, tier, now, [])
+        self._fingerprint = fingerprint
+        self._heap: list[tuple[Rank, int, Extent, int]] = []
+        self._numbers = 0
+        for extent in there.ledger.tree:
+            self._push(extent)
+
+    def take(self) -> Extent | None:
+        while self._heap:
+            _, _, extent, index = heapq.heappop(self._heap)
+            if extent.in_tree and _index(self._there, self._tier, extent) == index:
+                return extent
+        return None
+
+    def freed(self, extents: list[Extent]) -> None:
+        for one in extents:
+            self._push(one)
+
+    def _push(self, extent: Extent) -> None:
+        if not self._there.ledger.group_of(extent).spec.identity.weights.startswith(self._fingerprint):
+            return
+        index = _index(self._there, self._tier, extent)
+        if index is not None:
+            self._numbers += 1
+            rank = self._order_of(extent).rank(extent, index, self._now)
+            heapq.heappush(self._heap, (rank, self._numbers, extent, index))
+
+
+def _source(there: _There, cascade: Cascade, tier: str, fingerprint: str, now: float) -> _Source:
+    if tier == "nvme" and not cascade.can_remove:
+        return _Source(there, tier, now, [])
+    if fingerprint:
+        return _SourceOfModel(there, tier, now, fingerprint)
+    ledger = there.ledger
+    orders = [ledger.nvme_order] if tier == "nvme" else list(ledger.host_orders.values())
+    return _Source(there, tier, now, orders)
+
+
+def _index(there: _There, tier: str, extent: Extent) -> int | None:
+    """The block that goes first, if one may go."""
+    if not extent.in_tree:
+        return None
+    if tier == "nvme":
+        return 0 if there.may_leave_nvme(extent) else None
+    return None if there.host_floor(extent) is None else there.host_blocks(extent) - 1
+
+
+def _with_parent(extent: Extent) -> Iterator[Extent]:
+    yield extent
+    if extent.above is not None and extent.above.owner is not None:
+        yield extent.above.owner
