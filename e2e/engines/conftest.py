@@ -6,7 +6,10 @@ The whole folder is for the environment of `scripts/setup --engines`: elsewhere 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from e2e.engines.adapters import write_adapter
+    from e2e.engines.events import Subscriber, published_at
     from e2e.engines.harness import Answer, VllmServer, running, tierkv_at
     from e2e.engines.questions import QUESTIONS, RETRAINED, SMALL_CACHE, TUNED, TURNS, ask, take_turn
     from e2e.engines.store import Checked, Store
@@ -86,14 +90,23 @@ def retrained(folder: Path, model: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def references(folder: Path, model: Path, tuned: Path, retrained: Path) -> References:
+def plain_server(folder: Path, model: Path, tuned: Path, retrained: Path) -> Iterator[VllmServer]:
+    """A vLLM without tierkv. Begun and not waited for: another one may start beside it, each on a core."""
     adapters = {TUNED: tuned, RETRAINED: retrained}
     with VllmServer(folder, model, "plain", adapters=adapters, arguments=SMALL_CACHE) as plain:
-        plain.start()
-        chat: list[Answer] = []
-        for _ in TURNS:
-            chat.append(take_turn(plain, chat))
-        return References({name: ask(plain, name) for name in QUESTIONS}, chat)
+        plain.begin()
+        yield plain
+
+
+@pytest.fixture(scope="session")
+def references(plain_server: VllmServer) -> References:
+    plain_server.wait_ready()
+    chat: list[Answer] = []
+    for _ in TURNS:
+        chat.append(take_turn(plain_server, chat))
+    answers = {name: ask(plain_server, name) for name in QUESTIONS}
+    plain_server.close()
+    return References(answers, chat)
 
 
 @pytest.fixture(scope="session")
@@ -106,11 +119,24 @@ def store(folder: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def first_server(folder: Path, model: Path, store: Store, tuned: Path, references: References) -> Iterator[VllmServer]:
-    """A vLLM on that node, which has the adapter as it was first. The tests of the crash kill it for good."""
+def subscriber() -> Iterator[Subscriber]:
+    """Of the first server's events."""
+    sockets = Path(tempfile.mkdtemp(prefix="tkv"))
+    with Subscriber(sockets) as subscriber:
+        yield subscriber
+    shutil.rmtree(sockets)
+
+
+@pytest.fixture(scope="session")
+def first_server(
+    folder: Path, model: Path, store: Store, tuned: Path, references: References, subscriber: Subscriber
+) -> Iterator[VllmServer]:
+    """A vLLM on that node, which has the adapter as it was first, and tells its events. The tests of the crash kill it
+    for good."""
     connector = tierkv_at(store.node.endpoint)
+    events = ("--kv-events-config", json.dumps(published_at(subscriber.endpoint)))
     with VllmServer(
-        folder, model, "one", kv_transfer=connector, adapters={TUNED: tuned}, arguments=SMALL_CACHE
+        folder, model, "one", kv_transfer=connector, adapters={TUNED: tuned}, arguments=(*SMALL_CACHE, *events)
     ) as server:
         server.start()
         yield server
