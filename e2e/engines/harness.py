@@ -50,11 +50,11 @@ running: list[VllmServer] = []
 """Those that were made and not closed, for the report of a failure."""
 
 
-def tierkv_at(endpoint: Path, **extra: Any) -> dict[str, Any]:
-    """What --kv-transfer-config says, and nothing else: the one flag of a user."""
+def tierkv_at(endpoint: Path, *, module: str = "tierkv.integrations.vllm", **extra: Any) -> dict[str, Any]:
+    """What --kv-transfer-config says, and nothing else: the one flag of a user. Another `module` is one of a test's."""
     return {
         "kv_connector": "TierkvConnector",
-        "kv_connector_module_path": "tierkv.integrations.vllm",
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": str(endpoint), **extra},
@@ -200,6 +200,14 @@ class VllmServer:
             return False
 
         wait_until(answers, f"vLLM {self.name} answers", timeout_seconds)
+
+    def wait_refused(self, timeout_seconds: float = START_SECONDS) -> str:
+        """Until it has ended by itself instead of starting. What it said."""
+        assert self._process is not None
+        process = self._process
+        wait_until(lambda: process.poll() is not None, f"vLLM {self.name} refuses to start", timeout_seconds)
+        assert process.returncode != 0
+        return self.log()
 
     def kill(self) -> None:
         """SIGKILL for every process of it, and wait until nothing of it is left. Python's resource tracker, which

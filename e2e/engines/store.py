@@ -33,12 +33,12 @@ class Store:
         self.node = node
         self._blocks: dict[tuple[str, ...], int] = {}
 
-    def note(self, server: VllmServer, answer: Answer, adapter: str = "") -> None:
-        """That a server has computed this."""
+    def note(self, server: VllmServer, answer: Answer, weights: str = "") -> None:
+        """That a server has computed this; `weights`: with others than the model's, an adapter's for one."""
         computed = [str(token) for token in answer.computed]
         size = server.block_tokens
         for end in range(size, len(computed) + 1, size):
-            self._blocks[server.dtype, adapter, *computed[:end]] = size
+            self._blocks[server.dtype, weights, *computed[:end]] = size
 
     def wait_stored(self) -> None:
         """Until the node holds what was noted, and nothing else."""
@@ -95,13 +95,14 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A server whose every answer must be that of a vLLM without tierkv. `adapter` says which weights its adapter
-    has."""
+    """A server whose every answer must be that of a vLLM without tierkv. `adapter` says which weights its adapter has,
+    `weights` which ones itself has, if they aren't those of all others."""
 
     server: VllmServer
     store: Store
     references: dict[str, Answer]
-    adapter: str
+    adapter: str = ""
+    weights: str = ""
 
     def ask(self, name: str, *, model: str | None = None) -> PromptTokens:
         """Where the tokens of the prompt came from."""
@@ -176,4 +177,4 @@ class Checked:
         assert answer.prompt == expected.prompt, "another chat template, then"
         assert answer.tokens == expected.tokens, f"{name}: {answer.text!r} instead of {expected.text!r}"
         if self.store.node.is_running:
-            self.store.note(self.server, answer, self.adapter if QUESTIONS[name].model != BASE else "")
+            self.store.note(self.server, answer, self.adapter if QUESTIONS[name].model != BASE else self.weights)

@@ -14,10 +14,9 @@ from tierkv.storage.format import decode_prefix
 from tierkv.wire.messages import StatusReply
 
 PROMPT_TOKENS = 1_000
-BLOCKS = 15
-"""Whole ones of 64 tokens in that."""
-
-REUSABLE = BLOCKS * 64
+BLOCK_TOKENS = 32
+REUSABLE = 31 * BLOCK_TOKENS
+"""Whole blocks in that."""
 
 
 def test_what_was_overwritten_is_computed_again_and_the_answer_stays_right(folder: Path, model: Path) -> None:
@@ -29,7 +28,9 @@ def test_what_was_overwritten_is_computed_again_and_the_answer_stays_right(folde
         Node(
             folder / "overwritten", host_bytes="256MiB", nvme_bytes="1GiB", slab_bytes=None, extent_bytes=None
         ) as node,
-        VllmServer(folder, model, "overwritten", kv_transfer=tierkv_at(node.endpoint)) as server,
+        VllmServer(
+            folder, model, "overwritten", kv_transfer=tierkv_at(node.endpoint), block_tokens=BLOCK_TOKENS
+        ) as server,
     ):
         store = Store(node)
         node.start()

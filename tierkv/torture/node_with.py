@@ -1,11 +1,12 @@
 """`tierkv serve` with a part replaced, where a fault or a barrier is needed inside a node's processes.
 
     python -m tierkv.torture.node_with [files=MODULE:ATTRIBUTE] [worker=MODULE] [front=MODULE] [parent=PID]
-        -- serve OPTIONS...
+        [protocol=N] -- serve OPTIONS...
 
-files   makes the storage worker's Files (tierkv.workers.files)
-worker  is run in the place of tierkv.workers.storage, front in the place of tierkv.node.front
-parent  the node is killed when that process dies, which must be the one that started it
+files     makes the storage worker's Files (tierkv.workers.files)
+worker    is run in the place of tierkv.workers.storage, front in the place of tierkv.node.front
+parent    the node is killed when that process dies, which must be the one that started it
+protocol  the version that it speaks, or says that it does, to who asks for a session
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import runpy
 import sys
 
-from tierkv.node import incarnation, worker_command
+from tierkv.node import incarnation, sessions, worker_command
 from tierkv.workers.lifeline import end_with_parent
 from tierkv.workers.worker_config import WorkerConfig
 
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> None:
         end_with_parent(int(parts["parent"]))
     if "files" in parts:
         vars(worker_command)["WorkerConfig"] = functools.partial(WorkerConfig, files=parts["files"])
+    if "protocol" in parts:
+        vars(sessions)["PROTOCOL_VERSION"] = int(parts["protocol"])
     worker_command.WORKER_MODULE = parts.get("worker", worker_command.WORKER_MODULE)
     incarnation.FRONT_MODULE = parts.get("front", incarnation.FRONT_MODULE)
     # The command line lies above this layer, which starts it as anybody does: by its name.
