@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierkv.core.counters import Counters
+from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import TierBytes
 from tierkv.errors import ConfigError
@@ -176,3 +177,14 @@ def test_the_endpoint_serves_what_read_gives_at_each_scrape_and_is_gone_after_cl
 
 def test_the_page_is_what_the_table_says():
     assert DOCS.read_text() == page()
+
+
+def test_the_journal_is_shown_with_what_it_lacks():
+    health = JournalHealth(num_bytes=4096, damaged=2, differences=1)
+    core = Counters(regretted_seconds=1.5)
+    seen = samples(Snapshot(version="1", journal=health, journal_dropped={"no_room": 5}, core=core))
+    assert seen["tierkv_journal_bytes", ()] == 4096
+    assert seen["tierkv_journal_damaged_rows", ()] == 2
+    assert seen["tierkv_audit_differences", ()] == 1
+    assert seen["tierkv_journal_dropped_rows_total", (("reason", "no_room"),)] == 5
+    assert seen["tierkv_regretted_seconds_total", ()] == 1.5

@@ -51,6 +51,7 @@ from tierkv.core.grants import (
     Waiting,
 )
 from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, TierHealth, Write, Zero
+from tierkv.core.journal import Account, Balances
 from tierkv.core.pins import PinPhase, PinRefused
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant
 from tierkv.core.purges import MAX_REMEMBERED, PurgePhase
@@ -264,6 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start_front(self) -> None:
         self.here = Incarnation(Arena(), [0] * (self.host_bytes // PAGE))
         self.state = CacheState(self.limits, self.here.generations)
+        self.balances = Balances()
         self.worker = Worker(self.here.arena, self.disk)
         self.is_worker_up = False
         self.nvme_limit = self.limits.nvme_bytes
@@ -1105,6 +1107,13 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def its_own_check_passes(self) -> None:
         self.state.check()
+
+    @invariant()
+    def what_was_posted_is_what_host_memory_holds(self) -> None:
+        for posting in self.state.take_postings(self.now):
+            self.balances.fold(posting)
+        there = {group: num_bytes for group, num_bytes in self.state.host_balances() if num_bytes}
+        assert self.balances.of_account(Account.HOST) == there
 
     @invariant()
     def every_leased_block_carries_its_own_stamp(self) -> None:

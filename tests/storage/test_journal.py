@@ -55,7 +55,7 @@ def rows(journal: Journal, since: float = 0.0) -> list[AnyRow]:
 def test_what_was_appended_is_there_after_a_kill(directory: DataDirectory) -> None:
     journal = opened(directory)
     journal.append([stored(2.0, 100), evicted(3.0)])
-    journal.append([Posting(4.0, GROUP, Account.NVME, Account.DROPPED, 40, 1, "evicted")])
+    journal.append([Posting(4.0, GROUP, Account.NVME, Account.DROPPED, 40, "evicted")])
     again = opened(directory, now=5.0)  # nobody has closed the first one
     assert again.balances.of(Account.NVME, GROUP) == 60
     assert again.balances.of_account(Account.DROPPED) == {GROUP: 40}
@@ -209,7 +209,7 @@ def test_what_was_begun_is_known_until_it_has_ended(directory: DataDirectory) ->
     journal = opened(directory)
     files = [FileOf("ab" * 32, GROUP, 0, bytes([n]) * 32) for n in range(3)]
     journal.append([Begun(2.0, file, 7, Account.DROPPED) for file in files])
-    journal.append([Posting(3.0, GROUP, Account.NVME, Account.DROPPED, 7, 0, "evicted", files[1])])
+    journal.append([Posting(3.0, GROUP, Account.NVME, Account.DROPPED, 7, "evicted", files[1])])
     again = opened(directory, now=4.0)
     assert list(again.balances.begun) == [files[0], files[2]]
     assert again.balances.of(Account.NVME, GROUP) == -7

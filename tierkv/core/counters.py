@@ -21,6 +21,7 @@ class Counters:
     refused_blocks: Counter[str] = field(default_factory=Counter)  # not granted a slot, by reason
     shortened_leases: Counter[str] = field(default_factory=Counter)
     regretted_tokens: Counter[str] = field(default_factory=Counter)  # asked for after they were evicted, by why
+    regretted_seconds: float = 0.0  # of prefill, to compute these again
     evicted_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (tier, reason)
     evicted_blocks: Counter[tuple[str, str]] = field(default_factory=Counter)
     dropped_unwritten_bytes: Counter[str] = field(default_factory=Counter)  # left host memory and was nowhere else

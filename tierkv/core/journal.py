@@ -51,14 +51,13 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
 
 
 class Posting(Row, frozen=True, array_like=True, gc=False, tag="posting"):
-    """`num_bytes` of `blocks` blocks (0: not known) from `source` to `target`, for a `reason` of the closed list or
-    none. With a `file` it also ends what was begun about that."""
+    """`num_bytes` from `source` to `target`, for a `reason` of the closed list or none. With a `file` it also ends what
+    was begun about that."""
 
     group: bytes
     source: str
     target: str
     num_bytes: int
-    blocks: int = 0
     reason: str = ""
     file: FileOf | None = None
 

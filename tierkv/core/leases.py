@@ -177,7 +177,9 @@ class Leases:
         for stretch in ledger.ghosts.along(group, split_keys(keys, cached)):
             ghost = stretch.ghost
             ledger.asked_for(ghost, now)
+            seconds = prefill_seconds(ghost.tokens, ghost.first_token, ledger.limits.prefill_tokens_per_second)
             ledger.counts.regretted_tokens[ghost.reason] += ghost.tokens
+            ledger.counts.regretted_seconds += seconds
             ledger.effects.append(
                 Regretted(
                     group=group,
@@ -185,7 +187,7 @@ class Leases:
                     tier=ghost.tier,
                     blocks=ghost.blocks,
                     tokens=ghost.tokens,
-                    seconds=prefill_seconds(ghost.tokens, ghost.first_token, ledger.limits.prefill_tokens_per_second),
+                    seconds=seconds,
                     evicted_at=ghost.evicted_at,
                     reason=ghost.reason,
                 )

@@ -176,7 +176,7 @@ class Ledger:
         self.shares = Shares(limits.shares)
         self.nvme_order = self._order_for("nvme")
         self.pins = Pinned(*limits.pin_caps())
-        self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> slots
+        self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> bytes
         self.on_host_change: Callable[[Extent, int], None] | None = None  # a recount that is going on
         self.doomed_bytes = 0
         self.wipes: deque[Wipe] = deque()  # to be asked for
@@ -386,7 +386,7 @@ class Ledger:
 
     def append_host(self, extent: Extent, rank: int, slots: list[int], *, source: Account = Account.COMPUTED) -> None:
         before = extent.longest_host_blocks
-        self.postings[extent.group, source, Account.HOST, ""] += len(slots)
+        self.postings[extent.group, source, Account.HOST, ""] += len(slots) * self.group_of(extent).slot_bytes
         extent.slots[rank].extend(slots)
         for base, inside in self.pool.by_slab(slots):
             home = self.homes.setdefault(base, {})
@@ -401,7 +401,7 @@ class Ledger:
         slots = extent.slots[rank][num_blocks:]
         if not slots:
             return
-        self.postings[extent.group, Account.HOST, to, reason or ""] += len(slots)
+        self.postings[extent.group, Account.HOST, to, reason or ""] += len(slots) * self.group_of(extent).slot_bytes
         before = extent.longest_host_blocks
         del extent.slots[rank][num_blocks:]
         for base, inside in self.pool.by_slab(slots):

@@ -506,11 +506,9 @@ class CacheState:
     def take_postings(self, now: float) -> list[Posting]:
         """What has moved into and out of host memory since the last call, summed by group, accounts and reason."""
         taken, self._ledger.postings = self._ledger.postings, Counter()
-        groups = self._ledger.groups
         return [
-            Posting(now, group, source, target, slots * groups[group].slot_bytes, slots // groups[group].ranks, reason)
-            for (group, source, target, reason), slots in taken.items()
-            if slots and group in groups
+            Posting(now, group, source, target, num_bytes, reason)
+            for (group, source, target, reason), num_bytes in taken.items()
         ]
 
     def host_balances(self) -> list[tuple[bytes, int]]:

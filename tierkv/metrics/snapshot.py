@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 
 from tierkv.core.counters import Counters
+from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import ShareUse, TierBytes
 
@@ -66,6 +67,8 @@ class Snapshot:
     shares: tuple[ShareUse, ...] = ()
     pins: int = 0
     index_bytes: int = 0
+    journal: JournalHealth = field(default_factory=JournalHealth)
+    journal_dropped: Mapping[str, int] = field(default_factory=dict)
     quarantined_bytes: int = 0
     quarantined_files: int = 0
     dirty_extents: int = 0

@@ -149,6 +149,10 @@ METRICS: tuple[Declared, ...] = (
         _by(lambda s: s.core.regretted_tokens),
     ),
     Declared(
+        "regretted_seconds_total", "counter", "seconds", (), "Prefill that computing these again takes.",
+        _one(lambda s: s.core.regretted_seconds),
+    ),
+    Declared(
         "revoked_leases_total", "counter", "", (), "Revocable leases taken back.", _one(lambda s: s.core.revoked_leases)
     ),
     Declared(
@@ -257,6 +261,19 @@ METRICS: tuple[Declared, ...] = (
     Declared("dirty_extents", "gauge", "extents", (), "Extents not on disk yet.", _one(lambda s: s.dirty_extents)),
     Declared("dirty_bytes", "gauge", "bytes", (), "Bytes that a crash would lose.", _one(lambda s: s.dirty_bytes)),
     Declared("index_bytes", "gauge", "bytes", (), "The index on disk.", _one(lambda s: s.index_bytes)),
+    Declared("journal_bytes", "gauge", "bytes", (), "The journal on disk.", _one(lambda s: s.journal.num_bytes)),
+    Declared(
+        "journal_dropped_rows_total", "counter", "", ("reason",),
+        "Rows that the journal did not take: reports lack these evictions.", _by(lambda s: s.journal_dropped),
+    ),
+    Declared(
+        "journal_damaged_rows", "gauge", "", (), "Rows that the last start could not read and skipped.",
+        _one(lambda s: s.journal.damaged),
+    ),
+    Declared(
+        "audit_differences", "gauge", "", (), "Open differences between what is booked and what is there.",
+        _one(lambda s: s.journal.differences),
+    ),
     Declared("quarantined_bytes", "gauge", "bytes", (), "Damaged files kept.", _one(lambda s: s.quarantined_bytes)),
     Declared("quarantined_files", "gauge", "files", (), "Damaged files kept.", _one(lambda s: s.quarantined_files)),
     Declared(

@@ -7,6 +7,7 @@ told anew when it does. Without a data directory the last rows are kept here, an
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 
 from tierkv.core.eviction_report import EvictionReport, summarize
 from tierkv.core.grants import Evicted, Regretted
@@ -125,6 +126,10 @@ class JournalFeed:
 
     def _send(self, instruction: AnyInstruction) -> None:
         self._mover.send(instruction)
+
+    def all_dropped(self, by_worker: Mapping[str, int]) -> dict[str, int]:
+        """Rows that are not written, here or by the worker since its start, by reason."""
+        return dict(self.dropped + Counter(by_worker))
 
     # ---- without a data directory
 

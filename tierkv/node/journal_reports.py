@@ -101,9 +101,6 @@ class JournalReports:
 
     def _evictions_reply(self, request_id: int, report: EvictionReport) -> Reply:
         wanted = {line.group for line in report.lines}
-        dropped = dict(report.not_written)
-        for reason, rows in self._core.journal.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + rows
         return EvictionsReply(
             id=request_id,
             finished=True,
@@ -113,7 +110,7 @@ class JournalReports:
             buckets=report.buckets,
             groups=tuple(label(usage.spec) for usage in self._state.usage() if usage.spec.group in wanted),
             damaged=report.damaged,
-            not_written=dropped,
+            not_written=self._core.journal.all_dropped(report.not_written),
             in_memory=report.in_memory,
         )
 

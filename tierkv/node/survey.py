@@ -14,6 +14,7 @@ from blake3 import blake3
 
 import tierkv
 from tierkv.core.counters import Counters
+from tierkv.core.instructions import JournalHealth
 from tierkv.core.usage import GroupUsage, TierBytes
 from tierkv.metrics import Snapshot
 from tierkv.metrics.snapshot import copy_counters
@@ -125,6 +126,8 @@ class Survey:
             pins=state.num_pins,
             shares=tuple(state.shares()),
             index_bytes=health.index_bytes if health else 0,
+            journal=health.journal if health else JournalHealth(),
+            journal_dropped=self._core.journal.all_dropped(health.journal.dropped if health else {}),
             quarantined_bytes=health.quarantined_bytes if health else 0,
             quarantined_files=health.quarantined_files if health else 0,
             dirty_extents=dirty.extents,
@@ -201,6 +204,11 @@ class Survey:
             yield self._node.nvme_shortage
         if self._worker.health is not None and self._worker.health.direct_problem:
             yield f"files are transferred without O_DIRECT: {self._worker.health.direct_problem}"
+        journal = self._worker.health.journal if self._worker.health is not None else JournalHealth()
+        if journal.problem:
+            yield f"evictions are not written down: {journal.problem}"
+        if journal.differences:
+            yield f"what is on disk and what was booked differ ({journal.differences} open); see `tierkv audit`"
         if self._node.read_only:
             yield "read_only is set: files are read, nothing is written to the data directory"
 

@@ -176,7 +176,7 @@ class Books:
         if num_bytes is None:
             self.append([begun])
         else:  # what a dead worker left there is replaced
-            self.append([Posting(now, name.group, Account.NVME, Account.DROPPED, num_bytes, 0, "stale", file), begun])
+            self.append([Posting(now, name.group, Account.NVME, Account.DROPPED, num_bytes, "stale", file), begun])
         return begun
 
     def _settle(self, begun: Begun | None) -> None:
@@ -216,7 +216,7 @@ class Books:
     def correct(self, group: bytes, num_bytes: int, account: str = Account.NVME, reason: str = "") -> None:
         """Book what a recount found beyond what was booked, or missing."""
         source, target = (Account.FOUND, account) if num_bytes > 0 else (account, Account.FOUND)
-        self.append([Posting(self._now(), group, source, target, abs(num_bytes), 0, reason)])
+        self.append([Posting(self._now(), group, source, target, abs(num_bytes), reason)])
 
     def balance_host(self, groups: Sequence[tuple[bytes, int]], reason: str) -> None:
         """Host memory holds this and nothing else. What is gone with an earlier front was dropped."""
@@ -228,9 +228,9 @@ class Books:
         for group in sorted({*there, *booked}):
             change = there.get(group, 0) - booked.get(group, 0)
             if change > 0:
-                rows.append(Posting(now, group, Account.FOUND, Account.HOST, change, 0, reason))
+                rows.append(Posting(now, group, Account.FOUND, Account.HOST, change, reason))
             elif change < 0:
-                rows.append(Posting(now, group, Account.HOST, Account.DROPPED, -change, 0, reason))
+                rows.append(Posting(now, group, Account.HOST, Account.DROPPED, -change, reason))
         self.append(rows)
 
     # ---------------------------------------------------------------- counting
@@ -321,7 +321,7 @@ class Books:
             return
         now = self._now()
         rows = [
-            Posting(now, group, Account.NVME, Account.PURGED, num_bytes, 0, Reason.PURGED)
+            Posting(now, group, Account.NVME, Account.PURGED, num_bytes, Reason.PURGED)
             for group, num_bytes in removed.items()
             if num_bytes
         ]
@@ -338,9 +338,9 @@ def _outcome(begun: Begun, num_bytes: int | None, now: float) -> AnyRow:
     if begun.target == Account.NVME:
         if num_bytes is None:
             return Ended(now, begun.file)
-        return Posting(now, group, Account.COPIED, Account.NVME, num_bytes, 0, begun.reason, begun.file)
+        return Posting(now, group, Account.COPIED, Account.NVME, num_bytes, begun.reason, begun.file)
     if num_bytes is None:
-        return Posting(now, group, Account.NVME, begun.target, begun.num_bytes, 0, begun.reason, begun.file)
+        return Posting(now, group, Account.NVME, begun.target, begun.num_bytes, begun.reason, begun.file)
     return Ended(now, begun.file)
 
 
