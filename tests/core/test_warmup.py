@@ -462,6 +462,26 @@ def test_many_extents_are_planned_in_slices_between_which_others_are_answered(mo
     assert (bench.progress(OTHER_JOB).finished, bench.progress(OTHER_JOB).already_bytes) == (True, 40 * PAGE)
 
 
+def test_where_somebody_always_waits_a_slice_is_planned_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup_plan, "SLICE", 3)
+    monkeypatch.setattr(warmup, "SLICE", 3)
+    bench = Bench()
+    for number in range(20):
+        bench.put(f"{number}", age=float(number))
+    bench.start().warm_up()
+    bench.absorb(bench.state.tick(bench.now))
+    began = bench.now
+    while bench.state.has_idle_work:  # and nobody does it
+        due = bench.state.next_wakeup()
+        assert due is not None
+        assert due >= bench.now
+        bench.now = due
+        bench.absorb(bench.state.tick(bench.now))
+    assert bench.now - began >= 10 * warmup.STEP_SECONDS
+    bench.finish_reads()
+    assert bench.progress().done_extents == 20
+
+
 # ---- what goes wrong
 
 

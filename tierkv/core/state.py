@@ -97,6 +97,7 @@ class CacheState:
         self._purges.on_remove = self._pins.purged
         self._expiry = Expiry(self._ledger, self._cascade)
         self._warmups: dict[bytes, warmup.WarmupJob] = {}
+        self._plan_due = 0.0
         self._touch_due = 0.0
 
     # ---- groups and sessions
@@ -265,9 +266,13 @@ class CacheState:
     def make_ready(self, now: float) -> list[Effect]:
         """To be called when nobody waits: have the room that the next reservation will ask for, and plan warm-ups."""
         self._tickets.make_ready(now)
+        self._plan_warmups(now)
+        return self._effects_after(now)
+
+    def _plan_warmups(self, now: float) -> None:
+        self._plan_due = now + warmup.STEP_SECONDS
         for job in self._warmups.values():
             job.step()
-        return self._effects_after(now)
 
     def commit(self, grant: bytes, now: float) -> tuple[Committed | Refused, list[Effect]]:
         """Every copy into the slots has completed: publish all blocks of the ticket."""
@@ -574,6 +579,8 @@ class CacheState:
         self._auto_pins.tick(now)
         self._pins.tick(now)
         self._expiry.tick(now)
+        if self._plan_due <= now:
+            self._plan_warmups(now)
         if self._touch_due <= now:
             self._flush_touched(now)
         self._cascade.shrink(now)
@@ -591,6 +598,8 @@ class CacheState:
             times.append(self._touch_due)
         if self._cascade.is_behind:
             times.append(0.0)
+        if any(job.is_busy for job in self._warmups.values()):
+            times.append(self._plan_due)
         due = (
             self._cascade.next_retry(),
             self._cascade.next_admission(),

@@ -31,6 +31,9 @@ ALONE_SECONDS = 1.0
 SPARE_SHARE = 32
 """One part in so many of host memory is left free for requests that store or promote meanwhile."""
 
+STEP_SECONDS = 0.05
+"""After so long a slice of the plan is made even if somebody always waits: 2 % of the time."""
+
 _GROWTH_PAUSE_SECONDS = 5.0  # an arena that has not grown for so long is not growing
 
 
