@@ -23,6 +23,9 @@ SHOWN = 40
 
 INCOMPLETE = 4
 
+GIB_DAYS = 2**30 * 86_400.0
+"""What a value, in seconds per byte and second, is shown by."""
+
 
 @click.command(short_help="Show what was evicted, and what of it was asked for again.")
 @click.option("--since", metavar="SPAN", type=SPAN, default="24h", show_default=True, help="How far to look back.")
@@ -34,9 +37,12 @@ def command(*, where: Where, since: float, by: str, plot: Path | None, as_json: 
     """Show what was evicted, how old it was and how often hit, and what that cost: the regret.
 
     Regret is what was evicted (or refused for want of room) and then asked for again: tokens that engines had to
-    compute once more, and seconds of prefill at prefill_tokens_per_second. "dropped" left the last tier that had it;
-    the rest is still in another one, and is only slower to get. A block that is evicted and regretted again and again
-    counts each time. The last line says what the figures mean for capacity.
+    compute once more, and seconds of prefill at prefill_tokens_per_second. "dropped" left the last tier that had it
+    (with so many "tokens"); the rest is still in another one, and is only slower to get. A block that is evicted and
+    regretted again and again counts each time. The last line says what the figures mean for capacity.
+
+    "idle" and "age" are means over tokens: since the last use, and since it was stored. "value" is what the eviction
+    order thought it was worth when it went: seconds of prefill saved a day by a GiB of it.
 
     All from the node's journal, which reaches as far back as journal_bytes and journal_days let it; without a running
     node it is read from the data directory. A node without one tells of the last rows that it keeps in memory. What was
@@ -62,7 +68,7 @@ def command(*, where: Where, since: float, by: str, plot: Path | None, as_json: 
         print_json(as_object(report, lines, by))
         return 0
     screen = console()
-    for part in view(report, lines, by):
+    for part in view(report, lines, by, screen.width):
         screen.print(part)
     click.echo(advice(report))
     for note in notes(report):
@@ -109,7 +115,8 @@ def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, o
 # ---- for people
 
 
-def view(report: EvictionsReply, lines: list[Sums], by: str) -> Iterator[RenderableType]:
+def view(report: EvictionsReply, lines: list[Sums], by: str, width: int) -> Iterator[RenderableType]:
+    """`width`: of the screen. Where it is narrow, columns that say the least are left out."""
     from tierkv_cli.eviction_view import total
     from tierkv_cli.output import at, duration, table
 
@@ -118,18 +125,37 @@ def view(report: EvictionsReply, lines: list[Sums], by: str) -> Iterator[Rendera
     if not lines:
         return
     heads = _HEADS[by]
-    numbers = ("evicted", "dropped", "tokens", "idle", "age", "hits", "no hit", "regret", "tokens again", "lost")
-    shown = table(*heads, *numbers, numbers=numbers)
-    for line in lines[:SHOWN]:
-        shown.add_row(*_labels(line, by), *_numbers(line))
+    rows = [(*_labels(line, by), *_numbers(line)) for line in lines[:SHOWN]]
     if len(lines) > 1:
-        shown.add_section()
-        shown.add_row("total", *[""] * (len(heads) - 1), *_numbers(total(report.lines)))
+        rows.append(("total", *[""] * (len(heads) - 1), *_numbers(total(report.lines))))
+    columns = (*heads, *_NUMBERS)
+    kept = _that_fit(columns, rows, width)
+    shown = table(*(columns[index] for index in kept), numbers=_NUMBERS)
+    for number, row in enumerate(rows):
+        if number == len(lines[:SHOWN]):
+            shown.add_section()
+        shown.add_row(*(row[index] for index in kept))
     yield shown
+    left_out = [name for index, name in enumerate(columns) if index not in kept]
     if len(lines) > SHOWN:
         yield f"and {len(lines) - SHOWN:,} more lines; --json has all"
+    if left_out:
+        yield f"left out for want of width: {', '.join(left_out)}"
     yield ""
 
+
+def _that_fit(columns: tuple[str, ...], rows: list[tuple[str, ...]], width: int) -> list[int]:
+    widths = [max(len(name), *(len(row[index]) for row in rows)) + 3 for index, name in enumerate(columns)]
+    kept = list(range(len(columns)))
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths[index] for index in kept) <= width + 3:
+            break
+        kept.remove(columns.index(name))
+    return kept
+
+
+_NUMBERS = ("evicted", "dropped", "tokens", "idle", "age", "hits", "value", "again", "regret", "lost")
+_LEFT_OUT_FIRST = ("value", "age", "hits", "again", "tokens", "evicted")
 
 _HEADS = {
     "model": ("model",),
@@ -159,6 +185,7 @@ def _numbers(line: Sums) -> tuple[str, ...]:
     def mean(total: float) -> str:
         return duration(total / line.tokens) if line.tokens else "-"
 
+    value = line.value / line.num_bytes * GIB_DAYS if line.num_bytes else 0.0
     return (
         human_size(line.num_bytes),
         human_size(line.dropped_bytes) if line.dropped_bytes else "-",
@@ -166,9 +193,9 @@ def _numbers(line: Sums) -> tuple[str, ...]:
         mean(line.idle_seconds),
         mean(line.age_seconds),
         f"{line.hits / line.evictions:.1f}" if line.evictions else "-",
-        f"{100 * line.never_hit / line.evictions:.0f} %" if line.evictions else "-",
-        f"{100 * line.regret:.1f} %" if line.dropped_tokens else "-",
+        f"{value:,.1f}" if value else "-",
         f"{line.regret_tokens:,}",
+        f"{100 * line.regret:.1f} %" if line.dropped_tokens else "-",
         f"{line.regret_seconds:,.1f} s",
     )
 

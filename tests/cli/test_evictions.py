@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from tierkv.core.eviction_report import Bucket, EvictionLine
 from tierkv.core.instructions import Difference, GroupCount
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
+from tierkv_cli.eviction_view import add_up
+from tierkv_cli.evictions import view
 
 LLAMA, QWEN, NOBODY = b"l" * 32, b"q" * 32, bytes(32)
 LABELS = (
@@ -95,6 +100,20 @@ def test_the_advice_follows_from_the_figures(tierkv, node, journal, lines, secon
     assert outcome.code == 0
     assert words in outcome.out.splitlines()[-1]
     assert words in tierkv("evictions", "--json").json["advice"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_table_fits_the_screen_and_says_what_it_leaves_out(width):
+    rows = (line(LLAMA, num_bytes=3 * 2**40, tokens=36_402_112, value=1e-3), line(QWEN), line(NOBODY, target="nvme"))
+    found = report(*rows)
+    for by in ("model", "tenant", "reason"):
+        screen = Console(width=width, file=io.StringIO())
+        for part in view(found, add_up(found.lines, found.groups, by), by, width):
+            screen.print(part)
+        shown = screen.file.getvalue()
+        assert "3.0 TiB" in shown
+        assert "\u2026" not in shown
+        assert ("left out" in shown) == (width < 140)
 
 
 def test_what_is_missing_from_a_report_is_said(tierkv, node, journal):
