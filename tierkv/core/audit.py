@@ -104,8 +104,11 @@ def _check_extents(ledger: Ledger) -> None:
 
 def _check_branches(ledger: Ledger) -> None:
     for extent in ledger.tree:
-        for index, branch in extent.branch_points.items():
-            _require(branch.owner is extent and branch.index == index, f"branch disagrees with {extent!r}")
+        places = [branch.index for branch in extent.branch_points]
+        _require(len(set(places)) == len(places), f"two branches behind one block of {extent!r}")
+        for branch in extent.branch_points:
+            is_inside = branch.owner is extent and 0 <= branch.index < extent.num_blocks
+            _require(is_inside, f"branch disagrees with {extent!r}")
             _require(bool(branch.kids), f"an empty branch at {extent!r}")
         if extent.above is not None:
             _require(extent in extent.above.kids, f"not among its siblings: {extent!r}")

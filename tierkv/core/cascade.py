@@ -90,6 +90,7 @@ class Cascade:
         self._write_queue: deque[Extent] = deque()
         self._reads_wanted: OrderedDict[tuple[Extent, int], int] = OrderedDict()  # -> up to how many blocks
         self._failed_writes: dict[Extent, Reason] = {}
+        self._lost: dict[Extent, Reason] = {}  # why their files are to go, when the reads of the other ranks have ended
         self._written_bytes: dict[Extent, int] = {}
         self._retries: list[tuple[float, _RemoveOp]] = []
         self._unwritten: dict[Extent, bool] = {}  # -> whether it is written again as soon as its file is removed
@@ -589,7 +590,7 @@ class Cascade:
         if extent.nvme not in (NvmeState.ABSENT, NvmeState.PRESENT) or self._ledger.pinned(extent):
             return False
         return (self.can_remove or extent.nvme is NvmeState.ABSENT) and not any(
-            branch.kids for branch in extent.branch_points.values()
+            branch.kids for branch in extent.branch_points
         )
 
     def expire(self, extent: Extent, now: float) -> None:
@@ -845,7 +846,7 @@ class Cascade:
             self.progressed.append(extent)
             return
         op = self._new_op(_ReadOp(extent, rank, first, slots))
-        extent.reading[rank] = op
+        extent.begin_read(rank, op)
         self._reads_in_flight += 1
         ledger.reconsider(extent)
         ledger.effects.append(
@@ -873,7 +874,7 @@ class Cascade:
         ledger = self._ledger
         extent, rank = op.extent, op.rank
         group = ledger.group_of(extent)
-        del extent.reading[rank]
+        extent.end_read(rank)
         ledger.has_let_go = ledger.has_let_go or op.unclean
         self._reads_in_flight -= 1
         is_wanted = (
@@ -897,16 +898,19 @@ class Cascade:
             self.read_problems[extent] = report.reason
             self._reads_wanted.pop((extent, rank), None)
         if report.gone:
-            extent.lost = report.reason or Reason.NOT_FOUND
+            self._lost[extent] = report.reason or Reason.NOT_FOUND
         self._lose_what_is_lost(extent, now)
         self._neighbours_changed(extent)
         self.pump(now)
 
     def _lose_what_is_lost(self, extent: Extent, now: float) -> None:
         """What the other ranks are reading just now is right, and stays as far as every rank has it."""
-        if extent.lost is not None and not extent.reading:
-            reason, extent.lost = extent.lost, None
-            self.lose_file(extent, reason, now)
+        if extent in self._lost and not extent.reading:
+            self.lose_file(extent, self._lost.pop(extent), now)
+
+    def is_lost(self, extent: Extent) -> bool:
+        """Its file is to go, once the reads of the other ranks have ended."""
+        return extent in self._lost
 
     def _remember_tokens(self, extent: Extent, group: Group, report: ReadDone) -> None:
         num_bytes = extent.num_blocks * group.block_tokens * 4
@@ -951,11 +955,12 @@ class Cascade:
         for number, op in list(self._ops.items()):
             if isinstance(op, _ReadOp):
                 self._end_op(number)
-                del op.extent.reading[op.rank]
+                op.extent.end_read(op.rank)
                 wipe = op.extent.purged or op.unclean
                 ledger.release(op.slots, ledger.group_of(op.extent).slot_bytes, wipe=wipe)
                 ledger.unhold(op.extent, ("read", op.rank))
                 if op.extent.purged:
+                    self._lost.pop(op.extent, None)
                     self.progressed.append(op.extent)
                     continue
                 self._lose_what_is_lost(op.extent, now)

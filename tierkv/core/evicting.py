@@ -209,14 +209,14 @@ class _Ahead(_There):
             return None
         floor = max(extent.held_blocks, ledger.pins.host_blocks(extent))
         is_on_nvme = extent.nvme is NvmeState.PRESENT
-        for index, branch in extent.branch_points.items():
+        for branch in extent.branch_points:
             kids = [kid for kid in branch.kids if kid not in self._gone]
             if any(map(self.host_blocks, kids)) or (kids and not is_on_nvme):
-                floor = max(floor, index + 1)
+                floor = max(floor, branch.index + 1)
         return floor if floor < self.host_blocks(extent) else None
 
     def may_leave_nvme(self, extent: Extent) -> bool:
-        kids = any(kid not in self._gone for branch in extent.branch_points.values() for kid in branch.kids)
+        kids = any(kid not in self._gone for branch in extent.branch_points for kid in branch.kids)
         return extent not in self._off_nvme and not kids and self.ledger.may_file_go(extent)
 
     def take(self, order: EvictionOrder, now: float) -> Extent | None:

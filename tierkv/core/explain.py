@@ -251,7 +251,7 @@ def _others(ledger: Ledger, group: Group, path: list[Segment]) -> Iterator[tuple
     extent, blocks = path[-1].extent, path[-1].blocks
     if blocks < extent.num_blocks:
         yield extent, blocks
-    branch = extent.branch_points.get(blocks - 1)
+    branch = extent.branch_at(blocks - 1)
     if branch is not None:
         yield from ((kid, 0) for kid in islice(branch.kids, OTHERS_LOOKED_AT))
 

@@ -9,29 +9,53 @@ Invariant: each block has a usable copy in every rank: the file is PRESENT, or e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeEvent, NvmeState, next_state
 from tierkv.core.value.kinds import kind_of_used
 
-HALF_LIFE_SECONDS = 300.0
-"""Of `heat`: uses, each counting half as much after so long."""
-
-_NO_EXTRAS: Mapping[int, list[bytes]] = {}
+# There may be a million extents, most of them at rest: what they have none of they share.
+_NO_EXTRAS: Mapping[int, list[bytes]] = MappingProxyType({})
+_NO_HOLDS: Mapping[Hashable, int] = MappingProxyType({})
+_NO_READS: Mapping[int, int] = MappingProxyType({})
+_NO_SLOTS: dict[int, tuple[tuple[int, ...], ...]] = {}  # by the number of ranks
 
 
 class Branch:
     """The place behind one block where extents begin: who owns that block, and who hangs there."""
 
-    __slots__ = ("host_kids", "index", "kids", "owner")
+    __slots__ = ("_kids", "host_kids", "index", "owner")
 
     def __init__(self) -> None:
         self.owner: Extent | None = None
         self.index = -1  # of the block within the owner
-        self.kids: set[Extent] = set()
+        self._kids: Extent | set[Extent] | None = None  # one, as a rule, and thousands behind a system prompt
         self.host_kids = 0  # how many of them have blocks in host memory
+
+    @property
+    def kids(self) -> Collection[Extent]:
+        if self._kids is None:
+            return ()
+        return self._kids if isinstance(self._kids, set) else (self._kids,)
+
+    def add(self, kid: Extent) -> None:
+        if self._kids is None or self._kids is kid:
+            self._kids = kid
+        elif isinstance(self._kids, set):
+            self._kids.add(kid)
+        else:
+            self._kids = {self._kids, kid}
+
+    def remove(self, kid: Extent) -> None:
+        if isinstance(self._kids, set):
+            self._kids.discard(kid)
+            if len(self._kids) == 1:
+                (self._kids,) = self._kids
+        elif self._kids is kid:
+            self._kids = None
 
 
 class Doomed:
@@ -53,8 +77,8 @@ class Extent:
     """
 
     __slots__ = (
+        "_branches",
         "above",
-        "branch_points",
         "condemned",
         "created",
         "cut_at",
@@ -62,7 +86,6 @@ class Extent:
         "extras",
         "first_token",
         "group",
-        "heat",
         "hits",
         "holds",
         "hot_blocks",
@@ -74,14 +97,12 @@ class Extent:
         "last_append",
         "last_used",
         "longest_gap",
-        "lost",
         "num_blocks",
         "nvme",
         "nvme_bytes",
         "ops",
         "parent",
         "purged",
-        "ranks_found",
         "reading",
         "sealed",
         "slots",
@@ -107,27 +128,24 @@ class Extent:
         self.in_tree = False
         self.condemned = False  # its file must go as soon as the operations on it end
         self.purged = False  # its slots are wiped before anybody else gets them
-        self.lost: Reason | None = None  # why its file is to go, once the reads of the other ranks have ended
         self.is_stray = False  # a worker that died may have left a file of it
         self.why_not_there: Reason | None = None  # on NVMe: why its last write did not happen, or its file went
-        self.slots: list[list[int]] = [[] for _ in range(ranks)]
+        self.slots: Sequence[Sequence[int]] = _no_slots(ranks)
         self.nvme = NvmeState.ABSENT
         self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT
-        self.ranks_found = 0  # at recovery: bit n for rank n
         self.ops: tuple[int, ...] = ()  # writes or removes in flight
-        self.reading: dict[int, int] = {}  # rank -> op of the read that fills its slots
-        self.holds: dict[Hashable, int] = {}  # who -> how many blocks from the first must stay
-        self.doomed: list[Doomed] = []
+        self.reading: Mapping[int, int] = _NO_READS  # rank -> op of the read that fills its slots
+        self.holds: Mapping[Hashable, int] = _NO_HOLDS  # who -> how many blocks from the first must stay
+        self.doomed: tuple[Doomed, ...] = ()
         self.cut_at = b""  # key of the first block that was cut off, as long as none is in its place
         self.above: Branch | None = None
-        self.branch_points: dict[int, Branch] = {}
+        self._branches: Branch | tuple[Branch, ...] = ()
         self.created = created
         self.last_used = created
         self.tail_used = created
         self.hot_blocks = 0
         self.hits = 0
         self.kind = 0  # core/value/kinds.py
-        self.heat = 1.0
         self.tail_hits = 0
         self.tail_kind = 0
         self.last_append = created
@@ -161,6 +179,48 @@ class Extent:
     def is_orphan(self) -> bool:
         return self.parent != self.group and (self.above is None or self.above.owner is None)
 
+    def hold(self, who: Hashable, blocks: int) -> None:
+        if isinstance(self.holds, dict):
+            self.holds[who] = blocks
+        else:
+            self.holds = {who: blocks}
+
+    def unhold(self, who: Hashable) -> bool:
+        """Whether it was held by `who`."""
+        if not isinstance(self.holds, dict) or self.holds.pop(who, None) is None:
+            return False
+        self.holds = self.holds or _NO_HOLDS
+        return True
+
+    def begin_read(self, rank: int, op: int) -> None:
+        self.reading = {**self.reading, rank: op}
+
+    def end_read(self, rank: int) -> None:
+        self.reading = {other: op for other, op in self.reading.items() if other != rank} or _NO_READS
+
+    def append_slots(self, rank: int, slots: Iterable[int]) -> None:
+        self.slots = tuple((*own, *slots) if rank == at else own for at, own in enumerate(self.slots))
+
+    def cut_slots(self, rank: int, num_blocks: int) -> None:
+        left = tuple(own[:num_blocks] if rank == at else own for at, own in enumerate(self.slots))
+        self.slots = left if any(left) else _no_slots(len(left))
+
+    @property
+    def branch_points(self) -> tuple[Branch, ...]:
+        """In no order; each knows behind which block it is."""
+        return self._branches if isinstance(self._branches, tuple) else (self._branches,)
+
+    def add_branch(self, branch: Branch) -> None:
+        self._branches = (*self.branch_points, branch) if self._branches else branch
+
+    def remove_branch(self, branch: Branch) -> None:
+        left = tuple(other for other in self.branch_points if other is not branch)
+        self._branches = left[0] if len(left) == 1 else left
+
+    def branch_at(self, index: int) -> Branch | None:
+        """What hangs behind block `index`."""
+        return next((branch for branch in self.branch_points if branch.index == index), None)
+
     def end_op(self, op: int) -> None:
         self.ops = tuple(other for other in self.ops if other != op)
 
@@ -177,9 +237,6 @@ class Extent:
     def kind_at(self, index: int) -> int:
         return self.kind if index < self.hot_blocks else self.tail_kind
 
-    def heat_at(self, index: int) -> float:
-        return self.heat if index < self.hot_blocks else 1.0
-
     def touch(self, blocks: int, now: float) -> None:
         """A hit that reached `blocks` blocks deep."""
         if blocks < self.hot_blocks:
@@ -189,7 +246,6 @@ class Extent:
         self.last_used = now
         self.hits += 1
         self.kind = kind_of_used(self.hits, gap)
-        self.heat = 1 + self.heat * 2 ** (-gap / HALF_LIFE_SECONDS)
         if blocks >= self.num_blocks:
             self.tail_used, self.tail_hits, self.tail_kind = now, self.hits, self.kind
 
@@ -199,3 +255,7 @@ class Extent:
         self.hits, self.kind = hits, kind
         self.tail_hits, self.tail_kind = tail_hits, tail_kind
         self.last_used = self.tail_used = now
+
+
+def _no_slots(ranks: int) -> tuple[tuple[int, ...], ...]:
+    return _NO_SLOTS.setdefault(ranks, ((),) * ranks)

@@ -306,7 +306,7 @@ class Leases:
                 self._ledger.unhold(segment.extent, lease.grant)
             elif blocks < segment.blocks:
                 # Never let go altogether in between: the blocks that stay might be evicted.
-                segment.extent.holds[lease.grant] = blocks
+                segment.extent.hold(lease.grant, blocks)
                 self._ledger.reconsider(segment.extent)
 
     def _end_part(self, lease: LeaseState, rank: int, reason: Reason) -> None:

@@ -285,8 +285,8 @@ class Ledger:
         self.group_of(extent).blocks += extent.num_blocks - first
         for rank, of_rank in enumerate(slots):
             self.append_host(extent, rank, of_rank)
-        for index, branch in list(extent.branch_points.items()):
-            if index >= first:
+        for branch in extent.branch_points:
+            if branch.index >= first:
                 self._reconsider_all(branch.kids)
 
     def cut_extent(self, extent: Extent, num_blocks: int, departure: Departure | None) -> None:
@@ -303,7 +303,7 @@ class Ledger:
             else:
                 self.cut_host(extent, rank, num_blocks, departure.reason)
         group.blocks -= extent.num_blocks - num_blocks
-        orphans = [kid for index, branch in extent.branch_points.items() if index >= num_blocks for kid in branch.kids]
+        orphans = [kid for branch in extent.branch_points if branch.index >= num_blocks for kid in branch.kids]
         if num_blocks == 0:
             self._remove_extent(extent)
             self._reconsider_all(orphans)
@@ -387,7 +387,7 @@ class Ledger:
     def append_host(self, extent: Extent, rank: int, slots: list[int], *, source: Account = Account.COMPUTED) -> None:
         before = extent.longest_host_blocks
         self.postings[extent.group, source, Account.HOST, ""] += len(slots) * self.group_of(extent).slot_bytes
-        extent.slots[rank].extend(slots)
+        extent.append_slots(rank, slots)
         for base, inside in self.pool.by_slab(slots):
             home = self.homes.setdefault(base, {})
             home[extent] = home.get(extent, 0) + len(inside)
@@ -398,17 +398,17 @@ class Ledger:
     ) -> None:
         """Give up a rank's host copies from `num_blocks` on: at once, or when the last who holds them lets go. `to` is
         the account that they go to."""
-        slots = extent.slots[rank][num_blocks:]
+        slots = list(extent.slots[rank][num_blocks:])
         if not slots:
             return
         self.postings[extent.group, Account.HOST, to, reason or ""] += len(slots) * self.group_of(extent).slot_bytes
         before = extent.longest_host_blocks
-        del extent.slots[rank][num_blocks:]
+        extent.cut_slots(rank, num_blocks)
         for base, inside in self.pool.by_slab(slots):
             self._leave_home(extent, base, len(inside))
         waits_for = {who for who, blocks in extent.holds.items() if blocks > num_blocks}
         if waits_for:
-            extent.doomed.append(Doomed(slots, waits_for))
+            extent.doomed += (Doomed(slots, waits_for),)
             self.doomed_bytes += len(slots) * self.group_of(extent).slot_bytes
         else:
             self.release(slots, self.group_of(extent).slot_bytes, wipe=extent.purged)
@@ -436,18 +436,18 @@ class Ledger:
                 self.reconsider(extent.above.owner)
 
     def hold(self, extent: Extent, who: Hashable, blocks: int) -> None:
-        extent.holds[who] = max(blocks, extent.holds.get(who, 0))
+        extent.hold(who, max(blocks, extent.holds.get(who, 0)))
         self.reconsider(extent)
 
     def unhold(self, extent: Extent, who: Hashable) -> None:
-        if extent.holds.pop(who, None) is None:
+        if not extent.unhold(who):
             return
         for doomed in extent.doomed:
             doomed.waits_for.discard(who)
             if not doomed.waits_for:
                 self.release(doomed.slots, self.group_of(extent).slot_bytes, wipe=extent.purged or doomed.wipe)
                 self.doomed_bytes -= len(doomed.slots) * self.group_of(extent).slot_bytes
-        extent.doomed = [doomed for doomed in extent.doomed if doomed.waits_for]
+        extent.doomed = tuple(doomed for doomed in extent.doomed if doomed.waits_for)
         self.reconsider(extent)
 
     # ---- what is pinned
@@ -470,9 +470,9 @@ class Ledger:
             return None
         floor = max(extent.held_blocks, self.pins.host_blocks(extent))
         is_on_nvme = extent.nvme is NvmeState.PRESENT
-        for index, branch in extent.branch_points.items():
+        for branch in extent.branch_points:
             if branch.host_kids or (branch.kids and not is_on_nvme):
-                floor = max(floor, index + 1)
+                floor = max(floor, branch.index + 1)
         return floor if floor < extent.longest_host_blocks else None
 
     def may_leave_host(self, extent: Extent) -> bool:
@@ -506,7 +506,7 @@ class Ledger:
         return extent.first_token + (index + 1) * self.group_of(extent).block_tokens
 
     def may_leave_nvme(self, extent: Extent) -> bool:
-        return self.may_file_go(extent) and not any(branch.kids for branch in extent.branch_points.values())
+        return self.may_file_go(extent) and not any(branch.kids for branch in extent.branch_points)
 
     def may_file_go(self, extent: Extent) -> bool:
         """Whatever hangs on it: whether its file is needed for nothing."""

@@ -84,7 +84,7 @@ class PrefixTree:
                 branch = self._branches[extent.parent] = Branch()
             if above is not None and branch.owner is None:
                 self._own(branch, above, index)
-            branch.kids.add(extent)
+            branch.add(extent)
             branch.host_kids += extent.longest_host_blocks > 0
             extent.above = branch
         if not self._bulk:
@@ -99,9 +99,8 @@ class PrefixTree:
 
     def cut(self, extent: Extent, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on; what hangs behind them becomes an orphan."""
-        for index in [index for index in extent.branch_points if index >= num_blocks]:
-            branch = extent.branch_points.pop(index)
-            branch.owner, branch.index = None, -1
+        for branch in [branch for branch in extent.branch_points if branch.index >= num_blocks]:
+            self._disown(branch)
         extent.keys = extent.keys[: num_blocks * KEY_BYTES]
         extent.num_blocks = num_blocks
 
@@ -111,7 +110,7 @@ class PrefixTree:
         extent.in_tree = False
         branch = extent.above
         if branch is not None:
-            branch.kids.discard(extent)
+            branch.remove(extent)
             branch.host_kids -= extent.longest_host_blocks > 0
             self._forget_if_empty(extent.parent, branch)
             extent.above = None
@@ -136,16 +135,20 @@ class PrefixTree:
                 self._own(branch, extent, index)
 
     def _own(self, branch: Branch, extent: Extent, index: int) -> None:
-        if branch.owner is not None:
-            branch.owner.branch_points.pop(branch.index, None)
+        self._disown(branch)
         branch.owner, branch.index = extent, index
-        extent.branch_points[index] = branch
+        extent.add_branch(branch)
+
+    @staticmethod
+    def _disown(branch: Branch) -> None:
+        if branch.owner is not None:
+            branch.owner.remove_branch(branch)
+        branch.owner, branch.index = None, -1
 
     def _forget_if_empty(self, parent: bytes, branch: Branch) -> None:
         if branch.kids:
             return
-        if branch.owner is not None:
-            branch.owner.branch_points.pop(branch.index, None)
+        self._disown(branch)
         self._branches.pop(parent, None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.grants import GroupSpec
@@ -25,6 +27,8 @@ class RecoveredRows:
         """A worker begins to send; what a dead one sent is forgotten."""
         self._extents: dict[bytes, Extent] = {}
         self._unfit: set[bytes] = set()
+        self._ranks_found: Counter[bytes] = Counter()  # bit n for rank n
+        self._numbers: dict[int, int] = {}  # sizes and positions repeat, and each would be an object of its own
 
     def group_found(self, report: GroupFound) -> None:
         if report.group not in self._ledger.groups:
@@ -51,8 +55,8 @@ class RecoveredRows:
             )
             if not (is_same and row.block_bytes == group.block_bytes and row.key == row.keys[:KEY_BYTES]):
                 self._unfit.add(row.key)
-            if not extent.ranks_found & bit:
-                extent.ranks_found |= bit
+            if not self._ranks_found[row.key] & bit:
+                self._ranks_found[row.key] |= bit
                 extent.nvme_bytes += row.file_bytes
 
     def finish(self, *, saw_all: bool) -> None:
@@ -61,11 +65,12 @@ class RecoveredRows:
         ledger.tree.begin_bulk()
         for extent in self._extents.values():
             group = ledger.groups[extent.group]
-            is_whole = extent.ranks_found == (1 << group.ranks) - 1
+            is_whole = self._ranks_found[extent.key] == (1 << group.ranks) - 1
             is_fit = is_whole and extent.key not in self._unfit
             if not is_whole and not saw_all:
                 self._cascade.strand(extent.nvme_bytes)
                 continue
+            extent.nvme_bytes = self._numbers.setdefault(extent.nvme_bytes, extent.nvme_bytes)
             extent.move(NvmeEvent.RECOVERED)
             group.nvme_bytes += extent.nvme_bytes
             group.share.nvme_bytes += extent.nvme_bytes
@@ -84,13 +89,15 @@ class RecoveredRows:
             elif not extent.branch_points:  # nothing of it is in host memory or held
                 ledger.nvme_order.offer(extent, 0)
         self._extents.clear()
+        self._ranks_found.clear()
+        self._numbers.clear()
 
     def _make_extent(self, group: Group, row: ExtentRow, now: float) -> Extent:
         extent = Extent(
             group=group.spec.group,
             key=row.key,
             parent=row.parent,
-            first_token=row.first_token,
+            first_token=self._numbers.setdefault(row.first_token, row.first_token),
             ranks=group.ranks,
             created=min(row.created, now),
         )

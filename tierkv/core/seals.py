@@ -41,7 +41,7 @@ class Seals:
         if not path:
             return SealAnswer(0, 0, Reason.NOT_FOUND if keys else None)
         if not wait_flushed:
-            return SealAnswer(path_blocks(path), _flushed_blocks(path))
+            return SealAnswer(path_blocks(path), self._flushed_blocks(path))
         seal = _WaitingSeal(seal_id, path, deadline)
         answer = self._answer(seal, now)
         if answer is None:
@@ -90,7 +90,7 @@ class Seals:
     def _answer(self, seal: _WaitingSeal, now: float) -> SealAnswer | None:
         """None: not all is flushed, but it may still be."""
         path = _still_there(seal.path)
-        blocks, flushed = path_blocks(path), _flushed_blocks(path)
+        blocks, flushed = path_blocks(path), self._flushed_blocks(path)
         lost = Reason.NOT_FOUND if blocks < path_blocks(seal.path) else None
         if flushed == blocks:
             return SealAnswer(blocks, flushed, lost)
@@ -98,9 +98,17 @@ class Seals:
             return SealAnswer(blocks, flushed, Reason.DEADLINE)
         if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in path):
             return None
-        if any(segment.extent.lost is not None for segment in path):
+        if any(self._cascade.is_lost(segment.extent) for segment in path):
             return None  # until the other ranks' reads have ended, and it is known what is left
         return SealAnswer(blocks, flushed, lost or self._why_not_flushed(seal))
+
+    def _flushed_blocks(self, path: list[Segment]) -> int:
+        flushed = 0
+        for segment in path:
+            if segment.extent.nvme is not NvmeState.PRESENT or self._cascade.is_lost(segment.extent):
+                break
+            flushed += segment.blocks
+        return flushed
 
     def _why_not_flushed(self, seal: _WaitingSeal) -> Reason:
         ledger = self._ledger
@@ -124,12 +132,3 @@ def _still_there(path: list[Segment]) -> list[Segment]:
         if blocks < segment.blocks:
             break
     return there
-
-
-def _flushed_blocks(path: list[Segment]) -> int:
-    flushed = 0
-    for segment in path:
-        if segment.extent.nvme is not NvmeState.PRESENT or segment.extent.lost is not None:
-            break
-        flushed += segment.blocks
-    return flushed

@@ -110,6 +110,6 @@ def _may_be_cut(ledger: Ledger, extent: Extent, remaining: int, below: Rank | No
 
 
 def _kids_behind(extent: Extent, remaining: int) -> Iterator[Extent]:
-    for index, branch in extent.branch_points.items():
-        if index >= remaining:
+    for branch in extent.branch_points:
+        if branch.index >= remaining:
             yield from branch.kids
