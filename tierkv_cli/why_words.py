@@ -63,6 +63,8 @@ REASONS: dict[str, str] = {
     Reason.SESSION_CAP: "the engine's session holds as much as one may (session_bytes)",
     Reason.NVME_FULL: "NVMe is full, and nothing there may be evicted",
     Reason.EVICTED: "room was needed for something else",
+    Reason.OPERATOR: "an operator had it evicted",
+    Reason.EXPIRED: "nobody used it for as long as its tenant keeps things",
     Reason.NVME_OFF: "the node has no NVMe tier",
     Reason.NVME_DEGRADED: "the NVMe tier is out of order",
     Reason.NOT_PERSISTENT: "this namespace is kept in memory only",

@@ -50,12 +50,27 @@ def test_a_prompt_that_many_begin_with_is_a_prefix_of_its_own() -> None:
     bench.seal(system)
     for prompt in (one, two):
         bench.store(prompt)
-    hit(bench, one, times=5)
-    hit(bench, two, times=3)
+    for _ in range(6):
+        hit(bench, one)
+        hit(bench, two)
     found = {prefix.key: prefix for prefix in hottest(bench)}
-    assert found[system.key(0)].saved_tokens > found[one.key(2)].saved_tokens > found[two.key(2)].saved_tokens
-    assert (found[one.key(2)].first_token, found[one.key(2)].tokens) == (2, 4)
     assert [prefix.key for prefix in hottest(bench, 1)] == [system.key(0)]
+    assert (found[system.key(0)].first_token, found[system.key(0)].tokens) == (0, 2)
+    assert (found[one.key(2)].first_token, found[one.key(2)].tokens) == (2, 4)
+    assert [found[key].saved_tokens for key in (system.key(0), one.key(2), two.key(2))] == [11 * 2, 5 * 2, 5 * 2]
+
+
+def test_each_token_that_was_saved_is_counted_for_one_prefix() -> None:
+    bench = Bench(host_slots=64, nvme_bytes=0, extent_blocks=2)
+    prompt = bench.prompt(*range(20))
+    bench.store(prompt)
+    saved = 0
+    for number in range(40):
+        blocks = 2 + number * 7 % 19
+        hit(bench, prompt.first(blocks))
+        saved += blocks
+    counted = sum(prefix.saved_tokens for prefix in hottest(bench, 99))
+    assert 0.8 * saved < counted <= saved
 
 
 def test_only_what_a_lease_reached_is_saved() -> None:

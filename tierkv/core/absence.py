@@ -23,8 +23,9 @@ class Absence(StrEnum):
 
 def find_absence(ledger: Ledger, group: bytes, key: bytes) -> Absence:
     """Of a block that is not in the tree."""
-    if any(key in of_rank for of_rank in ledger.writing.values()):
-        return Absence.PENDING
+    for of_rank in ledger.writing.values():
+        if key in of_rank:
+            return Absence.PENDING
     if key in ledger.staged:
         return Absence.STAGED
     ghost, refusal = ledger.ghosts.find(group, key), ledger.refusals.find(group, key)
