@@ -69,7 +69,7 @@ def size_option(ctx: click.Context, param: click.Parameter, value: str | None) -
     "policies",
     metavar="NAME",
     multiple=True,
-    help="Order of eviction. May be said several times. [default: all there are]",
+    help="density (what a node has by default), lru, arc, gdsf or literal. May be said several times. [default: all]",
 )
 @click.option(
     "--extent-blocks", metavar="N", type=click.IntRange(1), help="Blocks of an extent. [default: 16 MiB, at least 1]"
@@ -103,6 +103,12 @@ def size_option(ctx: click.Context, param: click.Parameter, value: str | None) -
     metavar="SIZE/S",
     callback=size_option,
     help="How fast NVMe takes what is written. [default: at once]",
+)
+@click.option(
+    "--write-budget",
+    metavar="SIZE",
+    callback=size_option,
+    help="What NVMe may be written in a day. [default: no limit]",
 )
 @click.option(
     "--sessions",
@@ -170,6 +176,7 @@ def _question(asked: dict[str, Any]) -> Question:
         prefill_rate=asked["prefill_rate"],
         load_bytes_per_second=float(asked["load_rate"]),
         write_bytes_per_second=float(asked["write_rate"]) if asked["write_rate"] else None,
+        write_bytes_per_day=asked["write_budget"] or 0,
     )
     return Question(
         capacities=asked["capacities"],
@@ -191,6 +198,7 @@ def as_object(made: Study) -> dict[str, Any]:
             "prefill_tokens_per_second": setup.prefill_rate,
             "load_bytes_per_second": setup.load_bytes_per_second,
             "write_bytes_per_second": setup.write_bytes_per_second,
+            "write_bytes_per_day": setup.write_bytes_per_day,
         },
         "infinite": _bound_as_object(made, made.infinite),
         "capacities": [_point_as_object(made, point) for point in made.points],

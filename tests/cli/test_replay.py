@@ -100,7 +100,7 @@ def test_a_picture_that_could_not_be_written_is_refused_before_anything_is_repla
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--policy", "oracle"), "'oracle' is none of lru"),
+        (("--policy", "oracle"), "'oracle' is none of density, lru"),
         (("--capacity", "4G"), "GiB or GB"),
         (("--capacity", "1MiB"), "hold no block"),
         (("--prefill-rate", "nan"), "is not a number"),

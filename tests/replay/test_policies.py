@@ -16,7 +16,8 @@ from tierkv.replay.reading import ReadOptions
 from tierkv.replay.trace import Trace
 
 TRACES = Path(__file__).parent / "traces"
-NAMES = ("mooncake_conversation", "mooncake_synthetic", "agent_sessions")
+
+pytestmark = pytest.mark.timeout(300)  # a run takes seconds of processor time, which others may want too
 
 
 @cache
@@ -25,24 +26,47 @@ def trace_of(name: str) -> Trace:
 
 
 @cache
-def hit_rate(name: str, capacity: str, policy: str) -> float:
-    """With extents of one block."""
+def hit_rate(name: str, capacity: str, policy: str, extent_blocks: int = 8) -> float:
     trace = trace_of(name)
     host_bytes = Capacity.parse(capacity).bytes_of(trace)
-    outcome = replay(trace, Setup(policy=policy, host_bytes=host_bytes, extent_blocks=1))
+    outcome = replay(trace, Setup(policy=policy, host_bytes=host_bytes, extent_blocks=extent_blocks))
     return outcome.hit_tokens / outcome.asked_tokens
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_core_with_lru_is_a_plain_lru_of_blocks(name: str) -> None:
-    trace = trace_of(name)
-    blocks = Capacity.parse("3%").bytes_of(trace) // 512 // ReadOptions().token_bytes
-    assert hit_rate(name, "3%", "lru") == pytest.approx(512 * hits_of_lru(trace, blocks) / trace.asked_tokens)
+@pytest.mark.parametrize("extent_blocks", [1, 8])
+def test_the_core_with_lru_is_a_plain_lru_of_blocks(extent_blocks: int) -> None:
+    trace = trace_of("mooncake_synthetic")
+    blocks = Capacity.parse("10%").bytes_of(trace) // 512 // ReadOptions().token_bytes
+    plain = 512 * hits_of_lru(trace, blocks) / trace.asked_tokens
+    assert hit_rate("mooncake_synthetic", "10%", "lru", extent_blocks) == pytest.approx(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity", "least", "other"),
+    [
+        ("mooncake_conversation", "3%", 1.15, "lru"),  # 1.22 was measured
+        ("mooncake_conversation", "3%", 1.08, "arc"),  # 1.14
+        ("mooncake_conversation", "10%", 0.98, "lru"),  # 0.99
+        ("agent_sessions", "3%", 1.2, "lru"),  # 1.32
+        ("agent_sessions", "3%", 1.2, "arc"),  # 1.33
+        ("agent_sessions", "10%", 1.0, "lru"),  # 1.03
+        ("agent_sessions", "10%", 1.0, "arc"),  # 1.05
+        ("mooncake_synthetic", "3%", 0.98, "lru"),  # 1.01
+        ("mooncake_synthetic", "10%", 0.98, "lru"),  # 1.00
+    ],
+)
+def test_density_finds_so_much_of_what_the_other_finds(name: str, capacity: str, least: float, other: str) -> None:
+    ours, theirs = hit_rate(name, capacity, "density"), hit_rate(name, capacity, other)
+    assert ours / theirs >= least, f"{ours:.4f} and {theirs:.4f}"
 
 
 @pytest.mark.parametrize(
     ("name", "optimum", "forever"),
-    [("mooncake_conversation", 0.277, 0.342), ("mooncake_synthetic", 0.273, 0.694), ("agent_sessions", 0.375, 0.951)],
+    [
+        ("mooncake_conversation", 0.3145, 0.338),
+        ("mooncake_synthetic", 0.2735, 0.6935),
+        ("agent_sessions", 0.4496, 0.9487),
+    ],
 )
 def test_the_bounds_of_a_cut_stay_what_they_are(name: str, optimum: float, forever: float) -> None:
     trace = trace_of(name)

@@ -35,7 +35,8 @@ _PATIENCE_SECONDS = 3_600.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """One run. `extent_blocks` None: as many as fit into EXTENT_BYTES. `write_bytes_per_second` None: NVMe takes at
-    once what it is given. `load_bytes_per_second` is what a hit on NVMe is charged for, and nothing waits for it."""
+    once what it is given; `write_bytes_per_day` is its budget, 0 for none. `load_bytes_per_second` is what a hit on
+    NVMe is charged for, and nothing waits for it."""
 
     policy: str
     host_bytes: int
@@ -44,6 +45,7 @@ class Setup:
     prefill_rate: float = PREFILL_TOKENS_PER_SECOND
     load_bytes_per_second: float = LOAD_BYTES_PER_SECOND
     write_bytes_per_second: float | None = None
+    write_bytes_per_day: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,11 +243,21 @@ class _Run:
                 todo.extend(self._state.report(report, self._now))
 
 
+def require_room(trace: Trace, host_bytes: int) -> None:
+    """Raises ConfigError where not every block would fit alone."""
+    largest = max(_slot_sizes(trace))
+    if host_bytes < largest:
+        raise ConfigError("capacity", f"{host_bytes:,} bytes hold no block of {largest:,}")
+
+
+def _slot_sizes(trace: Trace) -> set[int]:
+    return {-(-group.block_bytes // PAGE_BYTES) * PAGE_BYTES for group in trace.groups}
+
+
 def _limits(trace: Trace, setup: Setup) -> Limits:
-    slots = {-(-group.block_bytes // PAGE_BYTES) * PAGE_BYTES for group in trace.groups}
+    require_room(trace, setup.host_bytes)
+    slots = _slot_sizes(trace)
     largest = max(slots)
-    if setup.host_bytes < largest:
-        raise ConfigError("capacity", f"{setup.host_bytes:,} bytes hold no block of {largest:,}")
     blocks = setup.extent_blocks or max(1, EXTENT_BYTES // largest)
     if len(slots) == 1:  # one slab, so that capacity counts to the block
         host_bytes = slab_bytes = setup.host_bytes // largest * largest
@@ -262,6 +274,7 @@ def _limits(trace: Trace, setup: Setup) -> Limits:
         inflight_writes=8,
         inflight_reads=64,
         policy=setup.policy,
+        nvme_write_bytes_per_day=setup.write_bytes_per_day,
         prefill_tokens_per_second=setup.prefill_rate,
     )
 

@@ -8,14 +8,17 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import active_children
+from typing import get_args
 
+from tierkv.core.value.names import PolicyName
 from tierkv.errors import ConfigError
 from tierkv.replay.capacity import Capacity
-from tierkv.replay.driver import Outcome, Setup, replay
+from tierkv.replay.driver import Outcome, Setup, replay, require_room
 from tierkv.replay.optimum import Bound, belady, infinite
 from tierkv.replay.trace import Trace
 
-POLICIES = ("density", "lru", "arc", "gdsf", "literal")
+POLICIES: tuple[str, ...] = get_args(PolicyName)
+"""The first is the one that a node has if nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ def study(
         raise ConfigError("capacity", "a replay needs at least one capacity and one policy")
     nvme_bytes = question.nvme.bytes_of(trace) if question.nvme else 0
     sizes = [capacity.bytes_of(trace) for capacity in question.capacities]
+    for host_bytes in sizes:
+        require_room(trace, host_bytes)
     runs = [
         replace(question.setup, policy=policy, host_bytes=size, nvme_bytes=nvme_bytes)
         for size in sizes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-CONVERSATIONS, SYNTHETIC, SESSIONS = 1 / 16, 1 / 6, 16
+CONVERSATIONS, SYNTHETIC, SESSIONS = 1 / 4, 1 / 6, 32
 MOST_TOKENS, LAST_SECOND = 200_000, 5_400.0  # as the reader has it
 SEED = 1
 
