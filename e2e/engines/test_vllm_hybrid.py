@@ -216,3 +216,22 @@ def test_a_load_that_fails_in_the_middle_is_computed(first: Asked, prompts: Prom
     finally:
         failing.unlink()
     assert came_from(first.ask_again(prompts.long)) == {"host": reusable(prompts.long)}
+
+
+def test_after_engine_and_node_were_killed_prompts_come_from_disk(
+    first: Asked, folder: Path, prompts: Prompts, references: dict[tuple[int, ...], Answer]
+) -> None:
+    """The last one: it kills the engine of the others."""
+    store = first.store
+    first.ask(prompts.other)
+    first.wait_stored(prompts.other)
+    store.wait_flushed()
+    first.engine.kill()
+    store.restart()
+    arguments = ARGUMENTS | {"kv_transfer": tierkv_at(store.node.endpoint, load_deadline_seconds=30)}
+    with OneProcess(folder / "hybrid-two.log", MODEL, arguments) as engine:
+        engine.start()
+        again = Asked(engine, store, references)
+        for prompt in (prompts.other, prompts.long):
+            assert came_from(again.ask(prompt)) == {"nvme": reusable(prompt)}
+        assert came_from(again.ask_again(prompts.other)) == {"host": reusable(prompts.other)}
