@@ -6,7 +6,7 @@ import re
 import socket
 import urllib.request
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
-from tierkv.core.usage import TierBytes
+from tierkv.core.usage import TierBytes, Wear
 from tierkv.errors import ConfigError
 from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, copy_counters
 from tierkv.metrics.endpoint import MetricsEndpoint, registry
@@ -83,6 +83,17 @@ def test_pins_are_shown_with_what_they_hold_and_may_hold():
     assert seen["tierkv_pins", ()] == 2
     assert seen["tierkv_pinned_bytes", (("tier", "host"),)] == 10
     assert seen["tierkv_pinned_cap_bytes", (("tier", "host"),)] == 30
+
+
+def test_a_budget_of_writes_is_exported_where_there_is_one():
+    wear = Wear(today_bytes=70, day_bytes=100, written_bytes=900, reused_tokens=5, waiting_extents=2)
+    seen = samples(Snapshot(version="1", wear=wear))
+    assert seen["tierkv_nvme_written_today_bytes", ()] == 70
+    assert seen["tierkv_nvme_write_budget_bytes", ()] == 100
+    assert seen["tierkv_nvme_waiting_extents", ()] == 2
+    unlimited = samples(Snapshot(version="1", wear=replace(wear, day_bytes=0)))
+    assert ("tierkv_nvme_write_budget_bytes", ()) not in unlimited
+    assert ("tierkv_nvme_written_today_bytes", ()) not in samples(Snapshot(version="1"))
 
 
 def test_a_histogram_counts_every_duration_once():

@@ -138,6 +138,15 @@ ALERTS: tuple[Alert, ...] = (
         heading="The hit rate has collapsed",
     ),
     Alert(
+        name="TierkvWriteBudget",
+        expression=f"{m('nvme_written_today_bytes')} / {m('nvme_write_budget_bytes')} > 0.9",
+        lasts="10m",
+        severity="info",
+        summary="tierkv at {{ $labels.instance }} has nearly used up what may be written to NVMe today",
+        description="{{ $value | humanizePercentage }} of it. From there on only what was used again is written.",
+        heading="The write budget is nearly spent",
+    ),
+    Alert(
         name="TierkvRestarts",
         expression=f"increase({m('worker_restarts_total')}[1h]) > 2.5",
         lasts="0m",

@@ -138,6 +138,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (_sum_rate("nvme_written_bytes_total"), "written"),
                 ),
             ),
+            Panel(
+                title="Written to NVMe today (UTC), and what may be", unit="bytes",
+                queries=(
+                    (_of("nvme_written_today_bytes"), "{{instance}}"),
+                    (_of("nvme_write_budget_bytes"), "{{instance}}: budget"),
+                ),
+            ),
         ),
     ),
     (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
-from tierkv.core.usage import ShareUse, TierBytes
+from tierkv.core.usage import ShareUse, TierBytes, Wear
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency buckets, in seconds; one more bucket holds what is slower."""
@@ -47,6 +47,7 @@ class Snapshot:
 
     `state` and `problems` as `status` tells them, `processes` the state of each, `tier_errors` how many file operations
     failed and the last of them, in words, by tier; `found` what the last start did not take, by kind.
+    `wear` is None without an NVMe tier.
     `io_errors` is by (operation, errno name), `request_errors` by code, `queues`, `latencies` and `worker_restarts` by
     name.
     """
@@ -73,6 +74,7 @@ class Snapshot:
     quarantined_files: int = 0
     dirty_extents: int = 0
     dirty_bytes: int = 0
+    wear: Wear | None = None
     extents: int = 0
     groups: int = 0
     sessions: int = 0

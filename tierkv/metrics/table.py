@@ -293,6 +293,19 @@ METRICS: tuple[Declared, ...] = (
         _one(lambda s: s.core.nvme_write_seconds),
     ),
     Declared(
+        "nvme_written_today_bytes", "gauge", "bytes", (),
+        "Of these, since midnight UTC, or since this front began if that is later.",
+        lambda s: {(): s.wear.today_bytes} if s.wear is not None else {},
+    ),
+    Declared(
+        "nvme_write_budget_bytes", "gauge", "bytes", (), "nvme_write_bytes_per_day, where there is a limit.",
+        lambda s: {(): s.wear.day_bytes} if s.wear is not None and s.wear.day_bytes else {},
+    ),
+    Declared(
+        "nvme_waiting_extents", "gauge", "extents", (), "Extents that wait until the budget lets them be written.",
+        lambda s: {(): s.wear.waiting_extents} if s.wear is not None else {},
+    ),
+    Declared(
         "io_errors_total", "counter", "", ("operation", "errno"), "Failed file operations.",
         _by_pair(lambda s: s.io_errors),
     ),

@@ -132,6 +132,7 @@ class Survey:
             quarantined_files=health.quarantined_files if health else 0,
             dirty_extents=dirty.extents,
             dirty_bytes=dirty.num_bytes,
+            wear=state.wear(now),
             extents=state.num_extents,
             groups=len(state.usage()),
             sessions=state.num_sessions,
