@@ -196,6 +196,24 @@ def test_what_still_grows_says_that_it_is_written_when_it_is_sealed(tmp_path: Pa
             assert any("still growing, written when sealed" in detail for detail in found["details"])
 
 
+def test_what_waits_in_the_queue_of_writes_says_so(running: Node, client: Client, tmp_path: Path) -> None:
+    engine = Engine(client, identity())
+    status = running.status()
+    assert status is not None
+    (worker,) = [one.pid for one in status.workers if one.name == "storage"]
+    prompts = [tokens_of(number, BLOCKS) for number in range(1, 21)]  # more than are written at once
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        for prompt in prompts:
+            engine.store(prompt)
+            engine.group.seal(prompt)
+        first, last = (why(running, tmp_path, one, "--model", "llama") for one in (prompts[0], prompts[-1]))
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert [one["namespaces"][0]["trace"]["stretches"][0]["nvme"] for one in (first, last)] == ["writing", "queued"]
+    assert any("in memory only: in the queue of writes" in detail for detail in last["details"])
+
+
 def test_a_request_that_is_not_remembered_is_exit_code_4(running: Node) -> None:
     done = tierkv("why", "nobody-asked-this", "--endpoint", str(running.endpoint))
     assert (done.returncode, done.stdout) == (4, "")

@@ -63,6 +63,8 @@ REASONS: dict[str, str] = {
     Reason.SESSION_CAP: "the engine's session holds as much as one may (session_bytes)",
     Reason.NVME_FULL: "NVMe is full, and nothing there may be evicted",
     Reason.EVICTED: "room was needed for something else",
+    Reason.WRITE_BUDGET: "the day's write budget is spent, and it was used once only",
+    Reason.WORTH_LESS: "it was new, and less likely to be used again than what would have had to go for it",
     Reason.OPERATOR: "an operator had it evicted",
     Reason.EXPIRED: "nobody used it for as long as its tenant keeps things",
     Reason.NVME_OFF: "the node has no NVMe tier",
@@ -383,7 +385,8 @@ def _then(asked: Asked) -> str:
         case Absence.STAGED:
             return "they were stored, and waited for other ranks or for the block before them"
         case Absence.REFUSED:
-            return "an engine had wanted to store them, and there was no room"
+            why = reason_in_words(asked.left.reason) if asked.left is not None else "there was no room"
+            return f"an engine had wanted to store them, and {why}"
         case Absence.EVICTED if asked.left is not None:
             return f"they had {left_in_words(asked.left, asked.asked_at).replace(' ago', ' before')}"
     if asked.cached_tokens:

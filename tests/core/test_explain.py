@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt
+from tests.core.test_admission import favourites, refused
 from tests.identity_fields import others
 from tierkv.core import explain
 from tierkv.core.absence import Absence
@@ -201,6 +202,25 @@ def test_what_was_refused_room_after_it_was_evicted_is_told_as_refused() -> None
     for one in others:
         assert isinstance(one, Lease)
         bench.release(one)
+
+
+def test_what_was_not_worth_what_would_have_to_go_for_it_is_refused_with_that_reason() -> None:
+    bench = favourites()
+    wanted = bench.prompt(50, 51)
+    refused(bench, wanted)
+    at = bench.now
+    bench.tick(1.0)
+    found = missing(bench, wanted)
+    assert (found.absence, found.reason, found.at) == (Absence.REFUSED, "worth_less", at)
+    bench.state.refusals.forget({wanted.group})  # there are more records of what was evicted
+    found = missing(bench, wanted)
+    assert (found.absence, found.reason, found.at) == (Absence.REFUSED, "worth_less", at)
+    assert found.tokens_by == {Absence.REFUSED: 2}
+    bench.acquire(wanted)
+    (seen, *_) = bench.state.recent
+    assert seen.absence is Absence.REFUSED
+    assert seen.left is not None
+    assert seen.left.reason == "worth_less"
 
 
 def test_what_lies_behind_blocks_that_were_lost_is_unreachable() -> None:

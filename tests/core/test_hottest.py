@@ -37,7 +37,7 @@ def test_a_prefix_is_told_with_its_tokens_its_hits_and_what_they_saved() -> None
     hit(bench, prompt, times=4)
     (found,) = hottest(bench)
     assert (found.first_token, found.tokens) == (0, 12)
-    assert found.key == prompt.key(4)  # of the last of its three extents
+    assert found.key == prompt.key(5)  # of its last block
     assert found.hits == 3  # the first made it worth watching
     assert found.saved_tokens == 3 * 12
     assert found.mean_depth == pytest.approx(6.0)
@@ -54,10 +54,10 @@ def test_a_prompt_that_many_begin_with_is_a_prefix_of_its_own() -> None:
         hit(bench, one)
         hit(bench, two)
     found = {prefix.key: prefix for prefix in hottest(bench)}
-    assert [prefix.key for prefix in hottest(bench, 1)] == [system.key(0)]
-    assert (found[system.key(0)].first_token, found[system.key(0)].tokens) == (0, 2)
-    assert (found[one.key(2)].first_token, found[one.key(2)].tokens) == (2, 4)
-    assert [found[key].saved_tokens for key in (system.key(0), one.key(2), two.key(2))] == [11 * 2, 5 * 2, 5 * 2]
+    assert [prefix.key for prefix in hottest(bench, 1)] == [system.key(1)]
+    assert (found[system.key(1)].first_token, found[system.key(1)].tokens) == (0, 2)
+    assert (found[one.key(3)].first_token, found[one.key(3)].tokens) == (2, 4)
+    assert [found[key].saved_tokens for key in (system.key(1), one.key(3), two.key(3))] == [11 * 2, 5 * 2, 5 * 2]
 
 
 def test_each_token_that_was_saved_is_counted_for_one_prefix() -> None:

@@ -22,7 +22,7 @@ from operator import attrgetter
 import msgspec
 from blake3 import blake3
 
-from tierkv.core.absence import Absence, find_absence, find_left
+from tierkv.core.absence import Absence, absence_of, find_absence, find_left
 from tierkv.core.explanation import (
     Asked,
     Explanation,
@@ -44,7 +44,7 @@ from tierkv.core.residency import NvmeState
 MISSING_LOOKED_AT = 4_096
 """Blocks behind the end of what is cached of which is said what is known of each."""
 
-OTHERS_LOOKED_AT = 20_000
+OTHERS_LOOKED_AT = 10_000
 """Extents that are compared with the prompt where it leaves what is cached: some milliseconds."""
 
 NAMESPACES = 32
@@ -189,13 +189,14 @@ def _missing(ledger: Ledger, group: Group, keys: bytes, first: int, purged_at: f
     ]
     for stretch in ledger.ghosts.along(key, split_keys(keys[: end * KEY_BYTES], first)):
         for at in range(stretch.start, stretch.start + stretch.ghost.blocks):
-            absences[at] = Absence.EVICTED if absences[at] is Absence.UNKNOWN else absences[at]
+            absences[at] = absence_of(stretch.ghost) if absences[at] is Absence.UNKNOWN else absences[at]
     missing_key = key_at(keys, first)
     absence = absences[0]
-    if absence is Absence.UNKNOWN and purged_at:
-        absence = Absence.PURGED
+    is_purged = absence is Absence.UNKNOWN and purged_at > 0
+    absence = Absence.PURGED if is_purged else absence
     staged = ledger.staged.get(missing_key)
     refusal = ledger.refusals.find(key, missing_key) if absence is Absence.REFUSED else None
+    left = find_left(ledger, key, missing_key) if absence in (Absence.EVICTED, Absence.REFUSED) else None
     return Missing(
         token=first * group.block_tokens,
         tokens=(asked - first) * group.block_tokens,
@@ -204,9 +205,9 @@ def _missing(ledger: Ledger, group: Group, keys: bytes, first: int, purged_at: f
         looked_at_tokens=(end - first) * group.block_tokens,
         ranks=group.ranks,
         ranks_there=len(staged.slots) if staged is not None else 0,
-        left=find_left(ledger, key, missing_key) if absence is Absence.EVICTED else None,
-        reason=refusal.reason if refusal is not None else "",
-        at=refusal.at if refusal is not None else purged_at if absence is Absence.PURGED else 0.0,
+        left=left,
+        reason=refusal.reason if refusal is not None else left.reason if left is not None else "",
+        at=refusal.at if refusal is not None else left.at if left is not None else purged_at if is_purged else 0.0,
     )
 
 

@@ -23,7 +23,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of blocks that left the last tier that had them."""
+    """What is remembered of blocks that left the last tier that had them, or were refused (worth_less)."""
 
     tier: str
     reason: str
@@ -36,7 +36,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
     """Where the cached prefix ends before the prompt does. `absence` is that of the first missing block; `tokens_by`
     has the first `looked_at_tokens` of the missing ones by what is known of them. STAGED: `ranks_there` of `ranks` have
-    committed the block. `reason` and `at` of a refusal, `at` of a purge."""
+    committed the block. `reason` and `at` of a refusal or of what left, `at` of a purge."""
 
     token: int
     tokens: int

@@ -2,7 +2,7 @@
 
     extents of a lease   | A | B | C | D | E | F |      a run: those that are hit about as often as its first
     their hits           | 90  90  88 | 12  11 | 1 |    so many leases, so far
-    prefixes             | ..... 0-C | .. D-E |         named by the last extent of a run; what was hit once is none
+    prefixes             | ..... 0-C | .. D-E |         as far as a run goes; what was hit once is none
 
 Each block that a lease got is counted once, for the run that it is in. What is counted of a prefix is what was seen
 since it came into the table: never too much. When there are twice as many as are kept, those that saved the least
@@ -45,7 +45,7 @@ class _Savings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPrefix:
     """Tokens [0, tokens) of prompts of a group; those before `first_token` are hit more often, and are a prefix of
-    their own. `key`, that of the last extent of it, names it. Since `since` it was hit `hits` times, which saved
+    their own. `key`, that of its last block, names it. Since `since` it was hit `hits` times, which saved
     `saved_tokens`, at `mean_depth` tokens behind the begin of their prompts on average. `recent_tokens` were saved
     lately: what the order is by."""
 
@@ -142,7 +142,7 @@ class Hottest:
 def _prefix(last: Extent, savings: _Savings, block_tokens: int, weight: float) -> HotPrefix:
     return HotPrefix(
         group=last.group,
-        key=last.key,
+        key=last.block_key(last.num_blocks - 1),
         first_token=savings.first_token,
         tokens=last.first_token + last.num_blocks * block_tokens,
         hits=savings.hits,

@@ -86,7 +86,7 @@ class Leases:
             host_blocks=resident,
             absence=absence,
             asked_at=now,
-            left=find_left(ledger, group, missing) if absence is Absence.EVICTED else None,
+            left=find_left(ledger, group, missing) if absence in (Absence.EVICTED, Absence.REFUSED) else None,
         )
         ledger.recent.note(record)
         path = _clip(path, allowed)
