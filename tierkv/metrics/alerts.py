@@ -164,6 +164,15 @@ ALERTS: tuple[Alert, ...] = (
         description="{{ $value | humanize1024 }}B within the last hour.",
         heading="Files that others removed",
     ),
+    Alert(
+        name="TierkvBooksDiffer",
+        expression=f"{m('audit_differences')} > 0",
+        lasts="5m",
+        severity="warning",
+        summary="tierkv at {{ $labels.instance }} has {{ $value }} open differences between books and disk",
+        description="Nothing is wrong or lost by one. `tierkv audit` lists them, until somebody says what each was.",
+        heading="Do the books agree?",
+    ),
 )
 
 

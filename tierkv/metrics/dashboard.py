@@ -139,6 +139,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
+                title="Evicted, and asked for again", unit="s",
+                queries=((_sum_rate("regretted_seconds_total"), "prefill done again"),),
+                about="Seconds of prefill a second that more room would have saved: `tierkv evictions`.",
+            ),
+            Panel(
                 title="Written to NVMe today (UTC), and what may be", unit="bytes",
                 queries=(
                     (_of("nvme_written_today_bytes"), "{{instance}}"),
