@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import time
 from array import array
 from collections.abc import Callable, Iterator
 
+import msgspec
 import psutil
 
 from benchmarks.measure import Plan, timed
 from benchmarks.prompts import BLOCK_TOKENS, SMOLLM2_BLOCK_BYTES, make_identity, make_tokens
 from benchmarks.report import Figure, of_seconds, of_values
+from tierkv.core.extent import Extent
 from tierkv.core.grants import Committed, GroupSpec, Lease, Match, Reservation
 from tierkv.core.instructions import ExtentRow, GroupFound, Recovered, Rows
 from tierkv.core.keys import KEY_BYTES, chain_keys, pack_tokens
 from tierkv.core.state import CacheState, Limits
+from tierkv.core.value.density import Density
+from tierkv.core.value.hazards import Hazards
+from tierkv.core.value.kinds import NUM_KINDS
 
 QUESTION = "what does one decision cost, and one extent?"
 
 _SESSION = b"s" * 16
 _EXTENT_BLOCKS = 8
 _ROWS_A_REPORT = 1_000
+_MILLION = 1_000_000
+_BATCH = 64
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
     for blocks in (45, 150, 1_125):
         yield from _operations(plan, blocks)
     yield from _recovery(plan)
+    yield from _memory(plan)
+    yield from _decisions(plan)
 
 
 def _operations(plan: Plan, blocks: int) -> Iterator[Figure]:
@@ -101,7 +111,6 @@ def _recovery(plan: Plan) -> Iterator[Figure]:
     identity = make_identity(4096)
     group = identity.group_key()
     reports = _rows(group, count)
-    before = psutil.Process().memory_info().rss
     state = _state(host_bytes=64 * 2**20, nvme_bytes=2**40)
     state.report(GroupFound(group=group, identity=identity), 0.0)
     start = time.perf_counter()
@@ -110,18 +119,112 @@ def _recovery(plan: Plan) -> Iterator[Figure]:
     state.report(_recovered(count), 0.0)
     seconds = time.perf_counter() - start
     assert state.num_extents == count
+    yield of_values("rows taken in at recovery", [count / seconds / 1e3], unit="thousand/s")
+
+
+def _memory(plan: Plan) -> Iterator[Figure]:
+    """All that the front's process grows by: keys, tree, order of eviction. Rows are as the channel brings them, and
+    gone when they are taken in."""
+    count = plan.rounds(_MILLION, 20_000)
+    identity = make_identity(4096)
+    group = identity.group_key()
+    state = _state(host_bytes=64 * 2**20, nvme_bytes=2**40)
+    state.report(GroupFound(group=group, identity=identity), 0.0)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Rows)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    for first in range(0, count, _ROWS_A_REPORT):
+        (rows,) = _rows(group, _ROWS_A_REPORT, first=first)
+        state.report(decoder.decode(encoder.encode(rows)), float(count))
+        del rows
+    state.report(_recovered(count), float(count))
+    assert state.num_extents == count
     gc.collect()
     grown = psutil.Process().memory_info().rss - before
-    row_bytes = _EXTENT_BLOCKS * KEY_BYTES
-    note = f"{count:,} extents of {_EXTENT_BLOCKS} blocks, {row_bytes} of these bytes are keys that the rows share"
-    yield of_values("rows taken in at recovery", [count / seconds / 1e3], unit="thousand/s")
-    yield of_values("memory of an extent", [grown / count], unit="bytes", note=note)
+    yield of_values(
+        "memory of an extent",
+        [grown / count],
+        unit="bytes",
+        most=2**30 / _MILLION,
+        note=f"{count:,} extents of {_EXTENT_BLOCKS} blocks on NVMe; {_EXTENT_BLOCKS * KEY_BYTES} of them are keys",
+    )
 
 
-def _rows(group: bytes, count: int) -> list[Rows]:
+class _Alike:
+    """Every block saves the same."""
+
+    def seconds_per_byte(self, extent: Extent) -> float:
+        return 1.0
+
+    def seconds_per_byte_at(self, extent: Extent, index: int) -> float:
+        return 1.0
+
+    def prefix_tokens(self, extent: Extent, index: int) -> int:
+        return 1
+
+
+def _decisions(plan: Plan) -> Iterator[Figure]:
+    """Choosing a victim of 100,000 extents of all kinds: alone, after a second in which others came, and in a batch."""
+
+    def use(extent: Extent) -> None:
+        extent.kind, extent.last_used = rng.randrange(NUM_KINDS), now
+        order.offer(extent, 0)
+
+    rng = random.Random(7)
+    hazards = Hazards()
+    order = Density(hazards, _Alike())
+    extents = [_extent(number) for number in range(plan.rounds(100_000, 5_000))]
+    now = 0.0
+    for number in range(4_000):
+        now += 1.0
+        kind = number % NUM_KINDS
+        hazards.begin(kind, now, 1.0)
+        hazards.end(kind, max(0.0, now - rng.random() * 60 * (1 + kind)), now, 1.0)
+        hazards.request(now)
+    for extent in extents:
+        extent.kind, extent.last_used = rng.randrange(NUM_KINDS), now - rng.random() * 3_600
+        order.offer(extent, 0)
+    alone, batch, learning = [], [], []
+    for _ in range(plan.rounds(2_000, 100)):
+        now += 1.0
+        for _ in range(3):
+            use(rng.choice(extents))
+        start = time.perf_counter()
+        victim = order.pop(now)
+        alone.append(time.perf_counter() - start)
+        assert victim is not None
+        use(victim)
+    for _ in range(plan.rounds(200, 20)):
+        now += 1.0
+        start = time.perf_counter()
+        gone = [order.pop(now) for _ in range(_BATCH)]
+        batch.append((time.perf_counter() - start) / _BATCH)
+        for victim in gone:
+            assert victim is not None
+            use(victim)
+    for _ in range(plan.rounds(30, 3)):
+        now += 60.0
+        start = time.perf_counter()
+        hazards.request(now)
+        learning.append(time.perf_counter() - start)
+    yield of_seconds("choosing one victim", alone, unit="us", most=60.0, note=f"of {len(extents):,} extents")
+    yield of_seconds(f"the same, in a batch of {_BATCH}", batch, unit="us", most=20.0)
+    yield of_seconds("learning from what happened", learning, unit="ms", note="every 250 requests or 30 s")
+
+
+def _extent(number: int) -> Extent:
+    group = bytes(32)
+    extent = Extent(
+        group=group, key=number.to_bytes(32, "big"), parent=group, first_token=0, ranks=1, created=float(number)
+    )
+    extent.num_blocks = extent.hot_blocks = _EXTENT_BLOCKS
+    return extent
+
+
+def _rows(group: bytes, count: int, *, first: int = 0) -> list[Rows]:
     """Conversations of ten extents each, parents before children."""
     rows = []
-    for number in range(-(-count // 10)):
+    for number in range(first // 10, (first + count + 9) // 10):
         tokens = pack_tokens(make_tokens(number, 10 * _EXTENT_BLOCKS))
         keys = chain_keys(group, tokens, BLOCK_TOKENS)
         for index in range(10):

@@ -16,7 +16,7 @@ from tierkv.core.grants import Evicted, Lease, Reservation, Waiting
 from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.core.state import CacheState, Limits
 from tierkv.core.value.density import ALL_ALIKE, YOUNGEST_ADVANTAGE, Density
-from tierkv.core.value.hazards import Hazards
+from tierkv.core.value.hazards import Hazards, bucket_end
 from tierkv.core.value.policies import ONE_KIND, order_of
 
 POLICIES = ["density", "lru", "arc", "gdsf", "literal"]
@@ -48,6 +48,9 @@ class Learnt(Hazards):
 
     def index(self, kind: int, age: float) -> float:
         return self.rates.get(kind, 1.0)
+
+    def index_in(self, kind: int, bucket: int) -> float:
+        return self.index(kind, bucket_end(bucket - 1) if bucket else 0.0)
 
 
 def extent_of(number: int, *, used: float = 0.0, kind: int = 0, hits: int = 0, orphan: bool = False) -> Extent:

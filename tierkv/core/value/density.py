@@ -32,6 +32,9 @@ ALL_ALIKE: Sequence[int] = (0,) * NUM_KINDS
 """With one kind the oldest goes, always: least recently used."""
 
 
+_NEVER = float("inf")
+
+
 class _Candidate(NamedTuple):
     rank: Rank
     number: int  # of the offer
@@ -45,9 +48,10 @@ _Entry = tuple[float, int, Extent]  # last use and number, for the youngest nega
 class _Queue:
     """The extents on offer of one kind, from both ends."""
 
-    __slots__ = ("candidates", "heaps", "live")
+    __slots__ = ("candidates", "heaps", "kind", "live")
 
-    def __init__(self, num_ends: int) -> None:
+    def __init__(self, kind: int, num_ends: int) -> None:
+        self.kind = kind
         self.heaps: list[list[_Entry]] = [[] for _ in range(num_ends)]
         self.candidates: list[_Candidate | None] = [None] * num_ends
         self.live = 0
@@ -59,8 +63,8 @@ class Density:
         self._savings = savings
         self._kinds = kinds
         self._is_plain = len(set(kinds)) == 1
-        self._queues = [_Queue(1 if self._is_plain else 2) for _ in range(max(kinds) + 1)]
-        self._orphans = _Queue(1)
+        self._queues = [_Queue(kind, 1 if self._is_plain else 2) for kind in range(max(kinds) + 1)]
+        self._orphans = _Queue(0, 1)
         self._offers: dict[Extent, tuple[int, _Queue, int]] = {}  # number, queue, index of the block
         self._numbers = count(1)
         self._version = 0  # of the hazards that the candidates were ranked by
@@ -125,33 +129,37 @@ class Density:
         if self._choice is not None and now < self._choice_until:
             return self._choice
         choice = self._candidate(self._orphans, 0, now) if self._orphans.live else None
-        until = choice.until if choice is not None else float("inf")
+        until = choice.until if choice is not None else _NEVER
         for queue in self._queues if choice is None else ():
-            if not queue.live:
-                continue
-            for end, known in enumerate(queue.candidates):
-                is_right = known is not None and now < known.until
-                candidate = known if is_right and known is not None else self._candidate(queue, end, now)
-                if choice is None or candidate.rank < choice.rank:
-                    choice = candidate
-                until = min(until, candidate.until)
+            if queue.live:
+                for end, known in enumerate(queue.candidates):
+                    is_right = known is not None and now < known.until
+                    candidate = known if is_right and known is not None else self._candidate(queue, end, now)
+                    if choice is None or candidate.rank < choice.rank:
+                        choice = candidate
+                    if candidate.until < until:  # noqa: PLR1730 this is the inner loop of every decision
+                        until = candidate.until
         self._choice, self._choice_until = choice, until
         return choice
 
     def _candidate(self, queue: _Queue, end: int, now: float) -> _Candidate:
-        """The oldest or youngest of a queue that is not empty, ranked."""
+        """The oldest or youngest of a queue that is not empty, ranked as `rank` does it, with what is known here."""
         heap = queue.heaps[end]
         while not self._is_offered(heap[0]):
             heapq.heappop(heap)
-        _, number, extent = heap[0]
-        index = self._offers[extent][2]
-        is_reachable, value = self.rank(extent, index, now)
-        until = float("inf")
-        if not (self._is_plain or queue is self._orphans):
-            used = extent.used_at(index)
-            until = used + bucket_end(age_bucket(now - used)) if self._hazards.has_learnt else now
-        rank = is_reachable, value * YOUNGEST_ADVANTAGE if end else value
-        candidate = queue.candidates[end] = _Candidate(rank, abs(number), extent, until)
+        used, number, extent = heap[0]
+        if end:
+            used, number = -used, -number
+        if self._is_plain or queue is self._orphans:
+            candidate = _Candidate((queue is not self._orphans, used), number, extent, _NEVER)
+        elif not self._hazards.has_learnt:
+            candidate = _Candidate((True, used), number, extent, now)
+        else:
+            bucket = age_bucket(now - used)
+            value = self._hazards.index_in(queue.kind, bucket) * self._savings.seconds_per_byte(extent)
+            rank = True, value * YOUNGEST_ADVANTAGE if end else value
+            candidate = _Candidate(rank, number, extent, used + bucket_end(bucket))
+        queue.candidates[end] = candidate
         return candidate
 
     # ---- what it is worth

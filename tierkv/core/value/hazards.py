@@ -126,6 +126,10 @@ class Hazards:
         """Uses a second of residence to be expected of blocks of this kind and age; before there is data, of age."""
         return self._index[kind][age_bucket(age)] if self._index else 1 / (1 + max(0.0, age))
 
+    def index_in(self, kind: int, bucket: int) -> float:
+        """The same by bucket of age, once there is data."""
+        return self._index[kind][bucket]
+
     @property
     def has_learnt(self) -> bool:
         return bool(self._index)
