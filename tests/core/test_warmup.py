@@ -253,6 +253,16 @@ def test_a_budget_is_kept_to_the_block_and_says_that_there_is_more() -> None:
     assert (progress.done_extents, progress.total_extents) == (3, 4)
 
 
+def test_a_budget_that_ends_with_an_extent_says_so_as_well() -> None:
+    bench = Bench()
+    for number in range(4):
+        bench.put(f"{number}", age=float(number))
+    assert bench.start().warmed_up(WarmupScope(budget_bytes=4 * PAGE)) == ["0", "1"]
+    progress = bench.progress()
+    assert (progress.finished, progress.reason) == (True, Reason.BUDGET)
+    assert (progress.done_extents, progress.total_extents) == (2, 4)
+
+
 def test_a_budget_that_all_fits_ends_without_a_reason() -> None:
     bench = Bench()
     for number in range(4):
@@ -501,6 +511,22 @@ def test_what_can_not_be_read_is_counted_and_what_hangs_on_it_is_not_begun() -> 
     progress = bench.progress()
     assert (progress.finished, progress.failed_extents) == (True, 1)
     assert progress.done_extents == progress.total_extents
+
+
+def test_what_hangs_on_something_that_could_not_be_read_and_is_still_there_is_left_out() -> None:
+    bench = Bench()
+    bench.put("root", hits=9)
+    bench.put("child", below="root", hits=8)
+    bench.put("grandchild", below="root/child", hits=7)
+    bench.put("other", age=900.0)
+    bench.start()
+    bench.acquire("nothing")  # so that one is read at a time
+    bench.warm_up()
+    bench.finish_read(valid=0, reason=Reason.IO_ERROR)
+    bench.finish_reads()
+    assert bench.names_read() == ["root", "other"]
+    progress = bench.progress()
+    assert (progress.finished, progress.failed_extents, progress.done_extents) == (True, 1, 4)
 
 
 def test_a_disk_that_does_not_answer_ends_it_at_once() -> None:
