@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import click
@@ -13,8 +12,10 @@ import pytest
 from tests.cli.conftest import status
 from tests.cli.streaming_engine import StreamingEngine
 from tierkv_cli.cliff_live import Measured, Sample, at_share
+from tierkv_cli.engine_http import Address
+from tierkv_cli.first_token import is_there
 
-SECONDS = "1"
+SECONDS = "2"
 DEADLINE = 30.0
 
 
@@ -54,12 +55,22 @@ def when_waiting(monkeypatch) -> Iterator[Callable[[Callable[[], None]], None]]:
         thread.join(DEADLINE)
 
 
-def restart(server: StreamingEngine) -> Callable[[], None]:
+@pytest.fixture
+def restart(server: StreamingEngine, monkeypatch) -> Callable[[], None]:
+    """Stops the engine until the command has seen that it is gone."""
+    seen = threading.Event()
+
+    def look(address: Address) -> bool:
+        found = is_there(address)
+        if not found:
+            seen.set()
+        return found
+
+    monkeypatch.setattr("tierkv_cli.cliff_live.is_there", look)
+
     def run() -> None:
         server.stop()
-        looked = time.monotonic() + 1.0  # so long that it can't be missed between two looks
-        while time.monotonic() < looked:
-            time.sleep(0.05)
+        assert seen.wait(DEADLINE)
         server.start()
 
     return run
@@ -70,9 +81,9 @@ def measure(tierkv, server, prompts, *more: str):
 
 
 def test_an_engine_that_goes_away_and_comes_back_is_measured_before_and_after(
-    tierkv, node, server, prompts, when_waiting, fonts, tmp_path
+    tierkv, node, server, prompts, restart, when_waiting, fonts, tmp_path
 ):
-    when_waiting(restart(server))
+    when_waiting(restart)
     picture = tmp_path / "live.png"
     outcome = measure(tierkv, server, prompts, "--json", "--plot", str(picture))
     assert outcome.code == 0, outcome.err
@@ -85,7 +96,7 @@ def test_an_engine_that_goes_away_and_comes_back_is_measured_before_and_after(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_has_what_a_user_waited_before_and_after(tierkv, node, server, prompts, when_waiting):
+def test_the_table_has_what_a_user_waited_before_and_after(tierkv, node, server, prompts, restart, when_waiting):
     slow = threading.Event()
     seen: set[str] = set()
 
@@ -97,7 +108,7 @@ def test_the_table_has_what_a_user_waited_before_and_after(tierkv, node, server,
     def restart_cold() -> None:
         seen.clear()
         slow.set()
-        restart(server)()
+        restart()
 
     server.delay = delay
     when_waiting(restart_cold)
@@ -140,12 +151,11 @@ def test_an_interrupt_tells_what_there_is(tierkv, node, server, prompts, monkeyp
 
 
 def test_answers_that_do_not_come_after_the_restart_are_counted_and_asked_for_again(
-    tierkv, node, server, prompts, when_waiting
+    tierkv, node, server, prompts, restart, when_waiting
 ):
     left = [3]
 
     def restart_sick() -> None:
-        restart(server)()
         server.lines = []
 
         def recovers(body) -> float:
@@ -155,6 +165,7 @@ def test_answers_that_do_not_come_after_the_restart_are_counted_and_asked_for_ag
             return 0.0
 
         server.delay = recovers
+        restart()
 
     when_waiting(restart_sick)
     outcome = measure(tierkv, server, prompts, "--json", "--seconds", "3")
