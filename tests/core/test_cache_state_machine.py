@@ -184,9 +184,10 @@ class CacheMachine(RuleBasedStateMachine):
         second_group=st.sampled_from([None, None, "salted", "wide", "fleeting"]),
         session_slots=st.sampled_from([100, 100, 100, 3]),
         inflight=st.integers(1, 2),
-        pinned_share=st.sampled_from([0.5, 0.3, 1.0, 0.0]),
+        pinned_share=st.sampled_from([0.5, 0.7, 0.3, 1.0, 0.0]),
         policy=st.sampled_from(["density", "density", "lru", "arc", "gdsf", "literal"]),
         budget=st.sampled_from([0, 0, 1, 20]),
+        ttl=st.sampled_from([(), (), (("default", 90.0),), (("other", 1.0), ("none", 30.0))]),
         shares=st.sampled_from([(), (("none", 0.5),), (("none", 0.25), ("other", 0.5))]),
     )
     def begin(
@@ -204,6 +205,7 @@ class CacheMachine(RuleBasedStateMachine):
         pinned_share: float,
         policy: str,
         budget: int,
+        ttl: tuple[tuple[str, float], ...],
         shares: tuple[tuple[str, float], ...],
     ) -> None:
         self.ranks = ranks
@@ -231,6 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
             pinned_share=pinned_share,
             policy=policy,
             nvme_write_bytes_per_day=budget * 24 * 4 * PAGE,
+            ttl=ttl,
             shares=tuple((f"tenant:{name}", part) for name, part in shares),
         )
         self.prompts = [
@@ -273,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cancelled: set[bytes] = set()
         self.waiting_seals: dict[int, tuple[Prompt, float]] = {}
         self.warmups: list[bytes] = []
-        self.kept: dict[bytes, tuple[int, int]] = {}  # pin -> blocks of its prefix that were cached, and in memory
+        self.kept: dict[str, set[bytes]] = {"host": set(), "nvme": set()}  # what was pinned before this step
         self.tainted: dict[int, object] = {}  # pages -> what was purged and is in them; None: somebody writes such
         self.purges = []
         self.committed: dict[tuple[bytes, int], set[bytes]] = {}
@@ -349,10 +352,28 @@ class CacheMachine(RuleBasedStateMachine):
             elif isinstance(effect, Evicted):
                 assert effect.to in ("nvme", "host", "dropped")
                 assert effect.blocks > 0
+                assert not self.is_pinned(effect.tier, effect.key), "pinned, and evicted"
                 if effect.tier == "nvme":
                     self.take_back(effect.group, effect.key)  # while the worker is away, nothing else tells of it
             elif not isinstance(effect, Dropped | NeverHit | Regretted):
                 self.instruct(effect)
+
+    def is_pinned(self, tier: str, key: bytes) -> bool:
+        """The block was, before this step, and is."""
+        return key in self.kept[tier] and key in self.blocks_that_stay()[tier]
+
+    def blocks_that_stay(self) -> dict[str, set[bytes]]:
+        """By tier: what is pinned there and cached, unless pins hold as much of a tier as they may."""
+        stay: dict[str, set[bytes]] = {"host": set(), "nvme": set()}
+        states = [state for state in self.state.pins() if state.phase is not PinPhase.PURGED]
+        if any(state.phase is PinPhase.SHORT for state in states):
+            return stay
+        for state in states:
+            keys = split(state.record.keys)
+            stay["nvme"].update(keys[: state.cached_blocks])
+            if state.record.tier == "host":
+                stay["host"].update(keys[: state.host_blocks])
+        return stay
 
     def instruct(self, instruction: object) -> None:
         is_wipe = isinstance(instruction, Zero)
@@ -975,7 +996,7 @@ class CacheMachine(RuleBasedStateMachine):
         failure=st.sampled_from([None, None, None, Reason.IO_ERROR]),
     )
     def pin(self, draw: st.DataObject, tier: str, seconds: float, failure: Reason | None) -> None:
-        """Somebody wants a prefix to stay, or no more."""
+        """Somebody wants a prefix to stay, or no more. Others want the room."""
         self.worker.pin_failure = failure
         known = [state.record.pin for state in self.state.pins()]
         if known and draw.draw(st.booleans()):
@@ -985,7 +1006,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert over is not None
             assert pin not in [state.record.pin for state in self.state.pins()]
             return
-        prompt, pin = self.prompt(draw), self.name("pin")
+        prompt, pin = self.prompt(draw).first(draw.draw(st.sampled_from([2, 1, 5]))), self.name("pin")
         before = self.state.pins()
         for _ in range(2):  # its reply may be lost
             answer, effects = self.state.pin(
@@ -1003,6 +1024,12 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for tier_bytes in self.state.pinned_tiers():
             assert tier_bytes.held_bytes <= tier_bytes.cap_bytes
+        if draw.draw(st.booleans()):
+            self.kept = self.blocks_that_stay()
+            for other in self.prompts[:: draw.draw(st.sampled_from([1, -1]))]:
+                self.store_prompt(other, self.here.sessions[0])
+                self.do_seal(other, waits=False, seconds=0.0)
+                self.work_until_quiet()
 
     @rule(draw=st.data())
     def purge(self, draw: st.DataObject) -> None:
@@ -1245,18 +1272,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_pinned_stays(self) -> None:
-        """Unless it is found bad, or there is less room than pins were promised."""
+        """Unless it is found bad, what was pinned before this step and is pinned now is where it was."""
         damaged = self.state.counts.damaged_extents.total()
-        before, self.kept = self.kept, {}
-        for state in self.state.pins():
-            if state.phase not in (PinPhase.SHORT, PinPhase.PURGED):
-                here = state.host_blocks if state.record.tier == "host" else 0
-                self.kept[state.record.pin] = (state.cached_blocks, here)
-        for pin, (cached, here) in self.kept.items():
-            was_cached, was_here = before.get(pin, (0, 0))
-            is_kept = cached >= was_cached and here >= was_here
-            assert is_kept or damaged > self.pins_damaged, "pinned, and evicted"
+        before, self.kept = self.kept, self.blocks_that_stay()
+        wanted = {tier: set(self.keys_wanted(tier)) for tier in before}
+        is_short = any(state.phase is PinPhase.SHORT for state in self.state.pins())
+        for tier, keys in before.items():
+            gone = (keys & wanted[tier]) - self.kept[tier]
+            assert not gone or is_short or damaged > self.pins_damaged, f"pinned, and gone from {tier}"
         self.pins_damaged = damaged
+
+    def keys_wanted(self, tier: str) -> Iterator[bytes]:
+        for state in self.state.pins():
+            if state.phase is not PinPhase.PURGED and tier in ("nvme", state.record.tier):
+                yield from split(state.record.keys)
 
     @invariant()
     def who_let_go_before_the_answer_is_answered_at_once(self) -> None:

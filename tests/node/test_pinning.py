@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.node.kit import BLOCK_BYTES, BLOCK_TOKENS, GROUP, HOST_BYTES, TOOL, Kit, prompt
+from tests.node.kit import BLOCK_BYTES, BLOCK_TOKENS, GROUP, HEALTHY, HOST_BYTES, RECOVERED, TOOL, Kit, prompt
 from tests.node.test_reading_and_writing import store
 from tierkv.core.instructions import ForgetPin, PinForgotten, PinRecorded, RecordPin
 from tierkv.core.reasons import Reason
 from tierkv.node.pinning import Pinning
 from tierkv.node.waiting import Asker
-from tierkv.wire.messages import Error, ErrorCode, Pin, Pins, PinTier, Unpin
+from tierkv.wire.messages import Error, ErrorCode, Pin, Pins, PinTier, Shares, Unpin
 
 ID = b"pin-number-00001"
 
@@ -130,3 +130,20 @@ def test_a_node_that_reads_only_changes_no_pin(durable: Kit) -> None:
 @pytest.mark.parametrize("fields", [{}, {"pin": ID, "prefix": "ab" * 8}])
 def test_an_unpin_names_one_pin_or_one_prefix(durable: Kit, fields: dict[str, object]) -> None:
     assert durable.ask(Unpin, session=TOOL, **fields).code is ErrorCode.INVALID
+
+
+def test_a_node_that_stops_still_says_what_is_pinned_and_pins_no_more(durable: Kit) -> None:
+    durable.service.begin_shutdown(durable.now)
+    assert durable.ask(Pins, session=TOOL).rows == ()
+    assert durable.ask(Shares, session=TOOL).rows == ()
+    error = durable.ask(Pin, session=TOOL, pin=ID, of=GROUP, keys=KEYS)
+    assert error.code is ErrorCode.SHUTTING_DOWN
+
+
+def test_records_that_no_pin_could_be_read_from_are_a_note_in_the_status(durable: Kit) -> None:
+    durable.start_worker(recovers=False)
+    durable.report(msgspec.structs.replace(RECOVERED, unreadable_pins=2), HEALTHY)
+    assert durable.ask(Pins, session=TOOL).unreadable == 2
+    told = durable.survey.status(1, durable.now)
+    assert any("2 records of pins" in note for note in told.warnings)
+    assert told.state == "ready"

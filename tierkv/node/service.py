@@ -38,9 +38,11 @@ from tierkv.wire.messages import (
     NotReady,
     OpenGroup,
     OpenGroupReply,
+    Pins,
     Release,
     Reply,
     Request,
+    Shares,
     Starts,
     StartsReply,
     Status,
@@ -51,7 +53,7 @@ from tierkv.wire.messages import (
 MAX_GROUPS = 10_000
 
 _WHILE_RECOVERING = (Hello, Status, OpenGroup, Top, Starts)
-_WHILE_STOPPING = (Hello, Status, Usage, Top, Starts, Commit, Abort, Release)
+_WHILE_STOPPING = (Hello, Status, Usage, Pins, Shares, Top, Starts, Commit, Abort, Release)
 _WHEN_SLOW = (Commit, Abort, Release)
 
 log = logging.getLogger(__name__)

@@ -210,6 +210,8 @@ class Survey:
             yield f"evictions are not written down: {journal.problem}"
         if journal.differences:
             yield f"what is on disk and what was booked differ ({journal.differences} open); see `tierkv audit`"
+        if (found := self._worker.found) is not None and found.unreadable_pins:
+            yield f"{found.unreadable_pins} records of pins can't be read; the log names them: pin these anew"
         if self._node.read_only:
             yield "read_only is set: files are read, nothing is written to the data directory"
 
