@@ -319,7 +319,7 @@ def _trace_view(look: Look, status: StatusReply, now: float) -> Iterator[Rendera
 
 def _stretches_table(trace: Trace, now: float, *, durable: bool) -> RenderableType:
     from tierkv_cli.output import ago, table
-    from tierkv_cli.why_words import ABSENCES, nvme_in_words, tier_in_words
+    from tierkv_cli.why_words import missing_in_short, nvme_in_words, tier_in_words
 
     shown = table("tokens", "where", "hits", "last used", "", numbers=("hits", "last used"))
     for stretch in trace.stretches:
@@ -332,7 +332,11 @@ def _stretches_table(trace: Trace, now: float, *, durable: bool) -> RenderableTy
     missing = trace.missing
     if missing is not None:
         shown.add_row(
-            f"{missing.token:,} to {missing.token + missing.tokens:,}", "not cached", "", "", ABSENCES[missing.absence]
+            f"{missing.token:,} to {missing.token + missing.tokens:,}",
+            "not cached",
+            "",
+            "",
+            missing_in_short(missing, now),
         )
     return shown
 

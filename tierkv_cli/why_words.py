@@ -109,6 +109,16 @@ ABSENCES: dict[str, str] = {
 }
 
 
+OF_TOKENS: dict[str, str] = {
+    Absence.PENDING: "are being written",
+    Absence.STAGED: "are stored, and wait for other ranks or for what comes before them",
+    Absence.EVICTED: "have left the last tier that had them",
+    Absence.REFUSED: "were refused",
+    Absence.UNREACHABLE: "are here, and can't be reached without what comes before them",
+    Absence.UNKNOWN: "were never stored, as far as is known",
+}
+
+
 def reason_in_words(reason: str) -> str:
     return REASONS.get(reason, reason.replace("_", " "))
 
@@ -224,6 +234,13 @@ def _missing(trace: Trace, now: float) -> tuple[str, str]:
     return "unknown", f"nobody has stored{more}, as far as the node remembers"
 
 
+def missing_in_short(missing: Missing, now: float) -> str:
+    """For a table."""
+    if missing.absence == Absence.EVICTED and missing.left is not None:
+        return f"left {tier_in_words(missing.left.tier)} {ago(missing.left.at, now)}"
+    return ABSENCES[missing.absence]
+
+
 def _staged(missing: Missing) -> str:
     if missing.ranks_there < missing.ranks:
         return (
@@ -260,7 +277,7 @@ def _about(look: Look, num_tokens: int, status: StatusReply, now: float) -> Iter
     trace = look.trace
     assert trace is not None
     yield from _rest(trace, num_tokens)
-    yield from _behind(trace, now)
+    yield from _behind(trace)
     if is_durable(look.namespace, status):
         yield from _on_nvme(trace)
     yield from _about_namespace(look.namespace)
@@ -278,23 +295,14 @@ def _rest(trace: Trace, num_tokens: int) -> Iterator[str]:
         yield f"the last {count(rest, 'token')} fill no block of {trace.block_tokens} and are always computed"
 
 
-def _behind(trace: Trace, now: float) -> Iterator[str]:
-    """What is known of the missing tokens beside why the first one is missing."""
+def _behind(trace: Trace) -> Iterator[str]:
+    """What is known of the missing tokens, where it is not the same of all."""
     missing = trace.missing
-    if missing is None:
-        return
-    is_told = missing.absence == Absence.UNKNOWN  # then the first difference is in the headline
-    if trace.leaving is not None and trace.leaving.token and not is_told:
-        yield leaving_in_words(trace.leaving)
-    words = {
-        Absence.UNREACHABLE: "are still here behind what is missing, and can't be reached without it",
-        Absence.STAGED: "are stored behind what is missing, and appear with it",
-        Absence.PENDING: "are being written just now",
-    }
-    for absence, what in words.items():
-        tokens = missing.tokens_by.get(absence, 0)
-        if tokens and absence != missing.absence:
-            yield f"{tokens:,} tokens {what}"
+    if missing is not None and len(missing.tokens_by) > 1:
+        parts = (
+            f"{missing.tokens_by[name]:,} {words}" for name, words in OF_TOKENS.items() if name in missing.tokens_by
+        )
+        yield f"of the missing tokens {', '.join(parts)}"
 
 
 def is_durable(namespace: Namespace, status: StatusReply) -> bool:
@@ -345,7 +353,7 @@ def judge_request(asked: Asked, looks: list[Look], status: StatusReply, now: flo
     if not asked.answered_at:
         words = f"it still waits, for {duration(now - asked.asked_at)} now"
         return Verdict("waiting", words, about=looks[0] if looks else None)
-    details = [*_now(asked, looks[0].trace if looks else None), *_identity_of_request(asked, looks)]
+    details = [*_now(asked, looks[0].trace if looks else None, now), *_identity_of_request(asked, looks)]
     if looks:
         details += _about_namespace(looks[0].namespace)
     details += about_node(status)
@@ -394,7 +402,7 @@ def _then(asked: Asked) -> str:
     return "nobody had stored them in this namespace, as far as the node remembered"
 
 
-def _now(asked: Asked, trace: Trace | None) -> Iterator[str]:
+def _now(asked: Asked, trace: Trace | None, now: float) -> Iterator[str]:
     if trace is None:
         return
     cached = trace.cached_blocks * trace.block_tokens
@@ -404,7 +412,12 @@ def _now(asked: Asked, trace: Trace | None) -> Iterator[str]:
         yield f"now {least}{cached:,} tokens of it are cached: stored since, most likely by this very request"
     elif cached < asked.cached_tokens:
         yield f"now only {cached:,} tokens of it are cached"
-    if trace.leaving is not None and trace.leaving.token:
+    missing = trace.missing
+    if missing is None:
+        return
+    if missing.left is not None:
+        yield f"what is missing now {left_in_words(missing.left, now)}"
+    elif missing.absence == Absence.UNKNOWN and trace.leaving is not None and trace.leaving.token:
         yield leaving_in_words(trace.leaving)
 
 

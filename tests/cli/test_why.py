@@ -376,3 +376,25 @@ def test_what_is_no_list_of_tokens_is_refused(tierkv, node, tmp_path, content):
     outcome = tierkv("why", "--token-file", str(path))
     assert outcome.code == 2
     assert "--token-file" in outcome.err
+
+
+def test_of_missing_tokens_that_are_missing_for_several_causes_each_is_said(tierkv, node, bench, prompt_of):
+    bench.store(bench.prompt(*TOKENS[:8]))
+    bench.store(bench.prompt(*TOKENS[:20]), first=3)  # behind a hole
+    outcome = tierkv("why", "--token-file", prompt_of(TOKENS), "--model", "fake")
+    said = "of the missing tokens 8 are stored, and wait for other ranks or for what comes before them, 24 were never"
+    assert said in outcome.out
+
+
+def test_a_request_says_when_what_is_missing_now_has_gone(tierkv, node, bench):
+    bench.store(bench.prompt(*TOKENS))
+    acquire(bench, bench.prompt(*TOKENS), "cmpl-1")
+    bench.tick(10.0)
+    for number in range(4):
+        bench.store(bench.prompt(*range(1_000 * number + 100, 1_000 * number + 120)))
+    bench.tick(60.0)
+    outcome = tierkv("why", "cmpl-1")
+    assert outcome.out.startswith("It was no miss: it got all 40 tokens that it asked for.")
+    assert "what is missing now left memory 1 m 0 s ago: room was needed for something else" in outcome.out
+    assert "not cached" in outcome.out
+    assert "left memory 1 m 0 s ago" in outcome.out
