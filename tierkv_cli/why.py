@@ -382,10 +382,10 @@ def _misses_table(reply: ExplainReply) -> RenderableType:
 
 
 def _in_short(asked: Asked) -> str:
-    """ "deadline; evicted from token 1,024 on" """
+    """ "deadline; never stored from 1,024 on" """
     from tierkv_cli.why_words import ABSENCES
 
     parts = [asked.reason] if asked.tokens < asked.cached_tokens and asked.reason else []
     if asked.absence:
-        parts.append(f"from token {asked.cached_tokens:,} on {ABSENCES[asked.absence]}")
+        parts.append(f"{ABSENCES[asked.absence]} from {asked.cached_tokens:,} on")
     return "; ".join(parts)

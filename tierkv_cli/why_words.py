@@ -100,14 +100,14 @@ REASONS: dict[str, str] = {
 
 ABSENCES: dict[str, str] = {
     Absence.PENDING: "being written",
-    Absence.STAGED: "waits for other ranks, or for what comes before it",
-    Absence.EVICTED: "gone from the last tier that had it",
-    Absence.REFUSED: "refused room",
+    Absence.STAGED: "waits for ranks, or for a block before it",
+    Absence.EVICTED: "evicted or lost",
+    Absence.REFUSED: "refused",
     Absence.PURGED: "purged",
-    Absence.UNREACHABLE: "what comes before it is missing",
-    Absence.UNKNOWN: "never stored, as far as is known",
+    Absence.UNREACHABLE: "a block before it is missing",
+    Absence.UNKNOWN: "never stored",
 }
-
+"""For tables. "Never" is as far as the node remembers."""
 
 OF_TOKENS: dict[str, str] = {
     Absence.PENDING: "are being written",

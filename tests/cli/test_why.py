@@ -301,7 +301,7 @@ def test_the_last_misses_are_a_table(tierkv, node, bench):
     assert lines[0].split()[:2] == ["asked", "request"]
     assert [line.split()[3] for line in lines[2:4]] == ["second", "first"]
     assert "50.0 %" in lines[2]
-    assert "from token 20 on never stored" in lines[2]
+    assert "never stored from 20 on" in lines[2]
     assert "a hit" not in outcome.out
     found = tierkv("why", "--last", "1", "--json").json
     assert [one["name"] for one in found["misses"]] == ["second"]

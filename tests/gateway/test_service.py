@@ -118,6 +118,16 @@ def test_keys_and_groups_of_another_are_of_no_use(folder: Path, node: FakeNode) 
     assert len(node.saw(OpenGroup)) == 2
 
 
+def test_what_a_tenant_calls_its_request_is_handed_on(folder: Path, node: FakeNode) -> None:
+    async def program(desk: Desk) -> None:
+        one = desk.tenant(desk.user(1))
+        await one.open()
+        await one.ask(Acquire, group=one.group, keys=one.keys(TOKENS), grant=GRANT, name="mine")
+
+    run(folder, program)
+    assert [asked.name for asked in node.saw(Acquire)] == ["mine"]
+
+
 def test_a_session_of_the_same_user_needs_to_open_the_group_too_and_shares_the_blocks(folder: Path) -> None:
     async def program(desk: Desk) -> None:
         user = desk.user(1)
