@@ -58,9 +58,15 @@ class Order:
 
 
 def raise_in(name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name in (name, f"{name}-0") and thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(LoopBroken))
+    """In a thread that runs operations, until the loop itself has met it: what an operation meets fails only that."""
+    threads = [one for one in threading.enumerate() if one.name in (name, f"{name}-0")]
+    while True:
+        for thread in threads:
+            if thread.ident is not None and thread.is_alive():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(LoopBroken))
+        if name != "io" or not any(thread.is_alive() for thread in threads):
+            return
+        time.sleep(10 * POLL_SECONDS)  # as below
 
 
 def watch(order: Order) -> None:
