@@ -398,3 +398,10 @@ def test_a_request_says_when_what_is_missing_now_has_gone(tierkv, node, bench):
     assert "what is missing now left memory 1 m 0 s ago: room was needed for something else" in outcome.out
     assert "not cached" in outcome.out
     assert "left memory 1 m 0 s ago" in outcome.out
+
+
+def test_a_node_that_writes_nothing_says_so(tierkv, node, bench, prompt_of):
+    node.statuses = [status(warnings=("read_only is set: files are read, nothing is written to the data directory",))]
+    bench.store(bench.prompt(*TOKENS))
+    outcome = tierkv("why", "--token-file", prompt_of(TOKENS), "--model", "fake")
+    assert "the node is read only: what engines store stays in memory" in outcome.out
