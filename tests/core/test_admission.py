@@ -13,6 +13,8 @@ from tierkv.core.instructions import Write
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 from tierkv.core.state import CacheState
+from tierkv.core.value.hazards import NUM_BUCKETS
+from tierkv.core.value.kinds import NUM_KINDS
 
 FILE_BYTES = 4 * PAGE  # that an extent of two blocks reserves
 HOUR = 3_600.0
@@ -214,6 +216,13 @@ def favourites(**shape: object) -> Bench:
     return bench
 
 
+def welcome_anything(bench: Bench) -> None:
+    """As if nothing were ever used again."""
+    hazards = bench.state._ledger.reuse.hazards
+    hazards._index = [[0.0] * NUM_BUCKETS for _ in range(NUM_KINDS)]
+    hazards.version += 1
+
+
 def test_new_blocks_that_are_worth_less_than_what_would_go_for_them_are_refused_by_name() -> None:
     bench = favourites()
     ticket = refused(bench, bench.prompt(50, 51))
@@ -242,6 +251,19 @@ def test_what_was_refused_is_known_when_it_is_asked_for_again_and_comes_in_then(
     assert bench.state._ledger.tree.heads[wanted.key(0)].hits > 0
 
 
+def test_asking_for_what_was_refused_is_a_use_of_it_and_storing_it_then_is_none() -> None:
+    bench = favourites()
+    wanted = bench.prompt(50, 51)
+    refused(bench, wanted)
+    lease = bench.acquire(wanted)
+    assert isinstance(lease, Lease)
+    (ghost,) = bench.state._ledger.ghosts
+    assert (ghost.hits, ghost.asked) == (1, True)
+    welcome_anything(bench)
+    bench.store(wanted)
+    assert bench.state._ledger.tree.heads[wanted.key(0)].hits == 1
+
+
 def test_asking_for_room_again_at_once_is_no_second_use() -> None:
     bench = favourites()
     for _ in range(3):
@@ -259,8 +281,7 @@ def test_of_two_ranks_the_one_that_asks_first_decides_for_both() -> None:
     bench = favourites(ranks=2, host_slots=16)
     wanted = bench.prompt(50, 51)
     assert refused(bench, wanted, rank=1).reason is Reason.WORTH_LESS
-    bench.state._ledger.reuse.hazards._index = [[0.0] * 44 for _ in range(25)]  # anything is welcome now
-    bench.state._ledger.reuse.hazards.version += 1
+    welcome_anything(bench)
     assert refused(bench, wanted, rank=0).reason is Reason.WORTH_LESS
 
 
