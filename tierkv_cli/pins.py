@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from tierkv.wire.messages import PinnedTier, PinRow
 
 ID_DIGITS = 8
+WIDE = 100
+"""Columns of a terminal that has room for all that is told of a pin."""
 
 
 @click.command(short_help="List what is pinned.")
@@ -24,7 +28,8 @@ def command(*, where: Where, as_json: bool) -> None:
 
     "holds": all of it is cached, and stays. "partly": what is cached of it stays. "waiting": nothing of it is cached
     yet. "short": some of what is cached does not stay, for pins hold as much of a tier as they may (pinned_share).
-    "purged": some of it was purged; it holds nothing any more.
+    "purged": some of it was purged; it holds nothing any more. "cached" and "memory" are how much of it can be found
+    at all, and how much is in memory now.
 
     Below: what all pins hold of each tier, what they would hold were all of it cached, and what they may. A file counts
     whole, so that more may be held than is pinned of it.
@@ -38,7 +43,7 @@ def command(*, where: Where, as_json: bool) -> None:
         print_json({"pins": plain(found.rows), "tiers": plain(found.tiers), "unreadable": found.unreadable})
         return
     screen = console()
-    screen.print(_rows_table(found.rows) if found.rows else "nothing is pinned")
+    screen.print(_rows_table(found.rows, screen.width) if found.rows else "nothing is pinned")
     screen.print("")
     screen.print(_tier_table(found.tiers))
     for row in found.rows:
@@ -49,28 +54,35 @@ def command(*, where: Where, as_json: bool) -> None:
         screen.print(warn(f"{records} of pins in the data directory can't be read; the node's log names them"))
 
 
-def _rows_table(rows: tuple[PinRow, ...]) -> RenderableType:
+def _rows_table(rows: tuple[PinRow, ...], width: int) -> RenderableType:
     from tierkv.config.sizes import human_size
-    from tierkv_cli.output import ago, table
-    from tierkv_cli.pin import until
+    from tierkv_cli.output import table
 
-    numbers = ("tokens", "cached", "memory", "nvme")
-    shown = table("id", "owner", "model", *numbers, "tier", "state", "made", "until", numbers=numbers)
+    now = time.time()
+    columns: dict[str, Callable[[PinRow], str]] = {
+        "id": lambda row: row.pin.hex()[:ID_DIGITS],
+        "owner": lambda row: row.owner or "-",
+        "model": _model,
+        "tokens": lambda row: f"{row.tokens:,}",
+        "size": lambda row: human_size(row.booked_bytes) if row.booked_bytes else "-",
+        "cached": lambda row: f"{100 * row.cached_blocks // row.blocks} %",
+        "memory": lambda row: f"{100 * row.host_blocks // row.blocks} %",
+        "tier": lambda row: row.tier,
+        "state": lambda row: row.phase,
+        "ends in": lambda row: _ends_in(row.until, now),
+    }
+    if width < WIDE:
+        del columns["size"], columns["memory"]
+    shown = table(*columns, numbers=tuple(name for name in columns if name not in ("owner", "model")))  # never broken
     for row in rows:
-        shown.add_row(
-            row.pin.hex()[:ID_DIGITS],
-            row.owner or "-",
-            _model(row),
-            f"{row.tokens:,}",
-            f"{100 * row.cached_blocks // row.blocks} %",
-            human_size(row.host_bytes) if row.host_bytes else "-",
-            human_size(row.nvme_bytes) if row.nvme_bytes else "-",
-            row.tier,
-            row.phase,
-            ago(row.made),
-            until(row) if row.until else "-",
-        )
+        shown.add_row(*(read(row) for read in columns.values()))
     return shown
+
+
+def _ends_in(until: float, now: float) -> str:
+    from tierkv_cli.output import duration
+
+    return duration(until - now) if until else "-"
 
 
 def _model(row: PinRow) -> str:

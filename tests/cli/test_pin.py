@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -321,7 +322,9 @@ def test_a_record_that_is_still_there_is_exit_code_4(tierkv, node, pinner):
 def test_pins_are_listed_with_what_they_hold(tierkv, node, pinner):
     pinner.rows = (
         ROW,
-        row(owner="bob", phase="partly", cached_blocks=96, until=4e9, reason="disk_full", recorded=False),
+        row(
+            owner="bob", phase="partly", cached_blocks=96, until=time.time() + 7_250, reason="disk_full", recorded=False
+        ),
     )
     pinner.unreadable = 2
     outcome = tierkv("pins")
@@ -337,12 +340,25 @@ def test_pins_are_listed_with_what_they_hold(tierkv, node, pinner):
         "host",
         "holds",
         "partly",
-        "2096-10-02",
+        "2 h 0 m",
     ):
         assert word in outcome.out
     assert "25.0 %" in outcome.out, "of what pins may hold of the tier"
     assert "ends with the node: disk_full" in outcome.out
     assert "2 records of pins" in outcome.out
+
+
+def test_a_narrow_terminal_has_the_names_whole_and_fewer_columns():
+    from rich.console import Console
+
+    from tierkv_cli.pins import _rows_table
+
+    for width, shows_all in ((80, False), (100, True)):
+        screen = Console(width=width, record=True, file=io.StringIO())
+        screen.print(_rows_table((row(owner="nightly"),), width))
+        lines = screen.export_text().splitlines()
+        assert len(lines) == 3, "nothing is broken"
+        assert ("size" in lines[0]) == shows_all
 
 
 def test_a_node_without_pins_says_so(tierkv, node, pinner):
