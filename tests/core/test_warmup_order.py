@@ -97,36 +97,31 @@ def warm_up(state: CacheState, budget_bytes: int, now: float) -> None:
     assert progress.promoted_bytes <= budget_bytes
 
 
-def saved_seconds(trace: Trace, part: float) -> float:
-    """Of prefill, of the next eighth of the requests, by warm-ups of 1, 3 and 10 % after `part` of them."""
+def saved_seconds(trace: Trace, part: float, share: float) -> float:
+    """Of prefill, of the next eighth of the requests, by a warm-up of `share` of the blocks after `part` of them."""
     steps = list(trace.steps)
     cut = round(len(steps) * part)
     blocks, keys = history(steps[:cut]), trace.block_keys()
     tokens = trace.groups[0].block_tokens
     now = steps[cut - 1].time + DOWNTIME_SECONDS
-    saved = 0.0
-    for share in (0.01, 0.03, 0.1):
-        state, group = started(blocks, keys, tokens, now)
-        warm_up(state, round(share * len(blocks)) * PAGE, now)
-        for step in steps[cut : cut + len(steps) // 8]:
-            found = state.match(group, b"".join(keys[block] for block in step.blocks))
-            saved += prefill_seconds(found.host_blocks * tokens, 0, 12_000.0)
-    return saved
+    state, group = started(blocks, keys, tokens, now)
+    warm_up(state, round(share * len(blocks)) * PAGE, now)
+    found = [state.match(group, b"".join(keys[b] for b in s.blocks)) for s in steps[cut : cut + len(steps) // 8]]
+    return sum(prefill_seconds(match.host_blocks * tokens, 0, 12_000.0) for match in found)
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("mooncake_conversation", 1.2), ("mooncake_synthetic", 1.2), ("agent_sessions", 0.85)]
+    ("name", "least"), [("mooncake_conversation", 1.03), ("mooncake_synthetic", 1.5), ("agent_sessions", 0.95)]
 )
-def test_it_saves_much_more_of_what_follows_than_bringing_what_was_used_last(
+def test_it_saves_more_of_what_follows_than_bringing_what_was_used_last(
     name: str, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of chats and of documents. Sessions of agents go on with what they had last, and there it is about even."""
+    """Of a few percent of what is on NVMe, cut at four points."""
     trace = read_trace(TRACES / f"{name}.jsonl.xz", ReadOptions())
 
     def saved(worth: Callable[..., float]) -> float:
         monkeypatch.setattr(warmup_plan, "worth", worth)
-        return sum(saved_seconds(trace, part) for part in (0.4, 0.6, 0.8))
+        return sum(saved_seconds(trace, part, share) for part in (0.25, 0.45, 0.65, 0.85) for share in (0.01, 0.03))
 
-    ours = saved(warmup_plan.worth)
-    by_last_use = saved(lambda extent, *_: extent.last_used)
-    assert ours > least * by_last_use
+    ours, by_last_use = saved(warmup_plan.worth), saved(lambda extent, *_: extent.last_used)
+    assert ours > least * by_last_use, f"{ours:.0f} s of prefill, by last use {by_last_use:.0f} s"
