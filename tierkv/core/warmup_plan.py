@@ -8,6 +8,7 @@ as much is kept as fits the budget.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ def worth(extent: Extent, group: Group, latest: float, tokens_per_second: float)
     while a node is off nobody could use anything."""
     tokens = extent.num_blocks * group.block_tokens
     seconds = prefill_seconds(tokens, extent.first_token, tokens_per_second)
-    age = _AGE_SECONDS + max(0.0, latest - extent.last_used)
-    return (1 + extent.hits) / age**_AGEING * seconds / host_bytes_of(extent, group)
+    aged = math.pow(_AGE_SECONDS + max(0.0, latest - extent.last_used), _AGEING)
+    return (1 + extent.hits) / aged * seconds / host_bytes_of(extent, group)
 
 
 def host_bytes_of(extent: Extent, group: Group) -> int:
