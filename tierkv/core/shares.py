@@ -95,6 +95,10 @@ class Shares:
         return next((share for name, share in self._named if name.covers(spec)), self.rest)
 
 
+_Known = tuple[tuple[float, list[EvictionOrder]], tuple[Rank, EvictionOrder] | None]
+"""When, and with which orders of exceeded shares, what was found to go first."""
+
+
 class SharedOrder:
     """An EvictionOrder that has one of its own for each share. `capacity` tells how large the tier is now."""
 
@@ -111,6 +115,7 @@ class SharedOrder:
         self._make = make
         self._orders: dict[Share, EvictionOrder] = {}
         self._new = make()  # knows what new blocks are worth, and holds nothing
+        self._known: _Known | None = None  # what was found last: it is asked for several times before it is taken
 
     def _order(self, share: Share) -> EvictionOrder:
         order = self._orders.get(share)
@@ -125,23 +130,34 @@ class SharedOrder:
         return not share.is_exceeded(self._tier, self._capacity())
 
     def _first(self, now: float) -> tuple[Rank, EvictionOrder] | None:
-        """The order that holds the next victim, and how that ranks among all."""
-        found: tuple[Rank, EvictionOrder] | None = None
-        for share, order in self._orders.items():
-            cheapest = order.cheapest(now)
-            if cheapest is not None:
-                rank = (cheapest[0] and self._is_within(share), cheapest[1])
-                if found is None or rank < found[0]:
+        """The order that holds the next victim, and how that ranks among all: of an exceeded share, if there is one
+        with anything to give. So the others are not even looked at as long as somebody has borrowed."""
+        exceeded = [order for share, order in self._orders.items() if not self._is_within(share)]
+        if self._known is None or self._known[0] != (now, exceeded):
+            self._known = (now, exceeded), self._find_first(exceeded, now)
+        return self._known[1]
+
+    def _find_first(self, exceeded: list[EvictionOrder], now: float) -> tuple[Rank, EvictionOrder] | None:
+        for orders in (exceeded, self._orders.values()):
+            found: tuple[Rank, EvictionOrder] | None = None
+            for order in orders:
+                rank = order.cheapest(now)
+                if rank is not None and (found is None or rank < found[0]):
                     found = rank, order
-        return found
+            if found is not None:
+                stays, value = found[0]
+                return (stays and orders is not exceeded, value), found[1]
+        return None
 
     def __contains__(self, extent: Extent) -> bool:
         return extent in self._of(extent)
 
     def offer(self, extent: Extent, index: int) -> None:
+        self._known = None
         self._of(extent).offer(extent, index)
 
     def withdraw(self, extent: Extent) -> None:
+        self._known = None
         self._of(extent).withdraw(extent)
 
     def next_victim(self, now: float) -> Extent | None:
@@ -149,7 +165,7 @@ class SharedOrder:
         return None if found is None else found[1].next_victim(now)
 
     def pop(self, now: float) -> Extent | None:
-        found = self._first(now)
+        found, self._known = self._first(now), None
         return None if found is None else found[1].pop(now)
 
     def cheapest(self, now: float) -> Rank | None:
@@ -168,4 +184,5 @@ class SharedOrder:
         return self._of(extent).value(extent, index, now)
 
     def regretted(self, ghost: Ghost) -> None:
+        self._known = None
         self._order(self._share_of(ghost.group)).regretted(ghost)
