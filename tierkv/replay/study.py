@@ -122,6 +122,7 @@ _taken: list[Trace] = []
 
 def _take_trace(trace: Trace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that is asked, which ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by this, whatever that process does when it gets one itself
     _taken[:] = [trace]
 
 
