@@ -260,11 +260,8 @@ class Leases:
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
         if lease.shortened is not None:
             ledger.counts.shortened_leases[lease.shortened] += 1
-        for segment in reversed(kept):  # the deepest first: of blocks used at one time it is the first to go
-            ledger.use(segment.extent, segment.blocks, now)
-            ledger.touched[segment.extent] = None
-            ledger.groups[lease.group].last_used = now
-            ledger.reconsider(segment.extent)
+        if kept:
+            ledger.use(ledger.groups[lease.group], kept, now)
         for segment in kept:  # parents first
             self._cascade.used_again(segment.extent, now)
         ledger.hottest.note(kept, now)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tierkv.core.counters import Counters
 from tierkv.core.extent import Doomed, Extent
 from tierkv.core.ghosts import Ghost, Ghosts
-from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, TicketState
+from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Segment, TicketState
 from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
 from tierkv.core.journal import Account
@@ -356,9 +356,13 @@ class Ledger:
 
     # ---- uses
 
-    def use(self, extent: Extent, blocks: int, now: float) -> None:
-        """A hit that reached `blocks` blocks deep."""
-        self.reuse.used(extent, blocks, self.group_of(extent).block_tokens, now)
+    def use(self, group: Group, path: list[Segment], now: float) -> None:
+        """A hit on the whole of `path`, the deepest first: of blocks used at one time it is the first to go."""
+        self.reuse.used(path, group.block_tokens, now)
+        group.last_used = now
+        for segment in reversed(path):
+            self.touched[segment.extent] = None
+            self.reconsider(segment.extent)
 
     def asked_for(self, ghost: Ghost, now: float) -> None:
         """These blocks, all or the first of a ghost, are asked for: a use like any other."""

@@ -9,10 +9,13 @@ Each block that is cached or remembered waits in exactly one kind, since exactly
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tierkv.core.extent import Extent
 from tierkv.core.ghosts import Ghost, Stretch
+from tierkv.core.grants import Segment
 from tierkv.core.value.hazards import TOKENS_OF_A_UNIT, Hazards
 from tierkv.core.value.kinds import kind_of_new, kind_of_used
 
@@ -30,18 +33,26 @@ class Reuse:
     def __init__(self) -> None:
         self.hazards = Hazards()
 
-    def used(self, extent: Extent, blocks: int, block_tokens: int, now: float) -> None:
-        """A hit that reached `blocks` blocks deep."""
+    def used(self, path: Iterable[Segment], block_tokens: int, now: float) -> None:
+        """A hit on these stretches of extents. Most of a path was used together before, and is booked as one."""
         unit = block_tokens / TOKENS_OF_A_UNIT
-        hazards, hot, num_blocks = self.hazards, extent.hot_blocks, extent.num_blocks
-        if hot:
-            hazards.end(extent.kind, extent.last_used, now, min(blocks, hot) * unit)
-        if blocks > hot:
-            hazards.end(extent.tail_kind, extent.tail_used, now, (blocks - hot) * unit)
-        elif blocks < hot < num_blocks:  # what was cold joins what of the hot ones was not reached
-            self._move((num_blocks - hot) * unit, extent.tail_kind, extent.tail_used, extent.kind, extent.last_used)
-        extent.touch(blocks, now)
-        hazards.begin(extent.kind, now, blocks * unit)
+        ended: Counter[tuple[int, float]] = Counter()  # blocks, by kind and last use
+        began: Counter[int] = Counter()
+        for segment in path:
+            extent, blocks, hot = segment.extent, segment.blocks, segment.extent.hot_blocks
+            if hot:
+                ended[extent.kind, extent.last_used] += min(blocks, hot)
+            if blocks > hot:
+                ended[extent.tail_kind, extent.tail_used] += blocks - hot
+            elif blocks < hot < extent.num_blocks:  # what was cold joins what of the hot ones was not reached
+                cold = (extent.num_blocks - hot) * unit
+                self._move(cold, extent.tail_kind, extent.tail_used, extent.kind, extent.last_used)
+            extent.touch(blocks, now)
+            began[extent.kind] += blocks
+        for (kind, used), blocks in ended.items():
+            self.hazards.end(kind, used, now, blocks * unit)
+        for kind, blocks in began.items():
+            self.hazards.begin(kind, now, blocks * unit)
 
     def asked_for(self, ghost: Ghost, now: float) -> Ghost:
         """Evicted blocks are asked for. What to remember of them from here on."""
