@@ -32,6 +32,9 @@ from tierkv.core.value.reuse import Reuse
 
 Effect = AnyInstruction | Notice
 
+_HOST, _COMPUTED, _DROPPED = Account.HOST.value, Account.COMPUTED.value, Account.DROPPED.value
+"""As plain strings: to hash an enumeration's member takes a call in Python, several of them a block stored."""
+
 SLOTS_OF_A_WIPE = 2_048
 BYTES_OF_A_WIPE = 16 * 2**20
 
@@ -388,9 +391,9 @@ class Ledger:
 
     # ---- host slots of an extent
 
-    def append_host(self, extent: Extent, rank: int, slots: list[int], *, source: Account = Account.COMPUTED) -> None:
+    def append_host(self, extent: Extent, rank: int, slots: list[int], *, source: str = _COMPUTED) -> None:
         before = extent.longest_host_blocks
-        self.postings[extent.group, source, Account.HOST, ""] += len(slots) * self.group_of(extent).slot_bytes
+        self.postings[extent.group, source, _HOST, ""] += len(slots) * self.group_of(extent).slot_bytes
         extent.append_slots(rank, slots)
         for base, inside in self.pool.by_slab(slots):
             home = self.homes.setdefault(base, {})
@@ -398,14 +401,14 @@ class Ledger:
         self._host_changed(extent, before, len(slots))
 
     def cut_host(
-        self, extent: Extent, rank: int, num_blocks: int, reason: Reason | None = None, *, to: Account = Account.DROPPED
+        self, extent: Extent, rank: int, num_blocks: int, reason: Reason | None = None, *, to: str = _DROPPED
     ) -> None:
         """Give up a rank's host copies from `num_blocks` on: at once, or when the last who holds them lets go. `to` is
         the account that they go to."""
         slots = list(extent.slots[rank][num_blocks:])
         if not slots:
             return
-        self.postings[extent.group, Account.HOST, to, reason or ""] += len(slots) * self.group_of(extent).slot_bytes
+        self.postings[extent.group, _HOST, to, reason or ""] += len(slots) * self.group_of(extent).slot_bytes
         before = extent.longest_host_blocks
         extent.cut_slots(rank, num_blocks)
         for base, inside in self.pool.by_slab(slots):
