@@ -32,8 +32,8 @@ of the time; so the policies that nobody has by default are looked at with eight
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Least token hit rates, in percent, of the policy of the node with extents of one block, by capacity. Where none is
-    given it has to find LEAST_OF_LRU of what LRU does."""
+    """Least token hit rates, in percent, of the policy of the node with extents of one block, by capacity. Where none
+    is given it has to find LEAST_OF_LRU of what LRU does."""
 
     file: str
     least: dict[str, float]
