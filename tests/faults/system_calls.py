@@ -240,6 +240,7 @@ class Calls:
         "utime",
         "fcntl",
         "flock",
+        "dup",
         "dup2",
         "readlink",
     )

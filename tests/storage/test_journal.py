@@ -205,6 +205,22 @@ def test_what_a_full_disk_did_not_take_is_in_the_next_checkpoint(directory: Data
     again.close(6.0, in_order=False)
 
 
+@pytest.mark.parametrize(("operation", "number"), [("dup", errno.EMFILE), ("fdatasync", errno.EIO)])
+def test_a_flush_that_failed_is_due_again(directory: DataDirectory, operation: str, number: int) -> None:
+    journal = opened(directory)
+    journal.append([stored(2.0, 100)])
+    with inject(number, operation), pytest.raises(StorageError):
+        journal.flush()
+    with inject(errno.EIO, "fdatasync") as again, pytest.raises(StorageError):
+        journal.flush()
+    assert again.failed == 1
+    journal.flush()
+    with inject(errno.EIO, "fdatasync") as clean:
+        journal.flush()
+    assert clean.calls == 0
+    journal.close(3.0, in_order=True)
+
+
 def test_what_was_begun_is_known_until_it_has_ended(directory: DataDirectory) -> None:
     journal = opened(directory)
     files = [FileOf("ab" * 32, GROUP, 0, bytes([n]) * 32) for n in range(3)]

@@ -272,10 +272,14 @@ class Journal:
         with self._lock:
             if self._fd < 0 or not self._is_dirty:
                 return
+            fd = call("dup", os.dup, self._fd)  # others append meanwhile, and may begin another segment
             self._is_dirty = False
-            fd = os.dup(self._fd)  # others append meanwhile, and may begin another segment
         try:
             call("fdatasync", os.fdatasync, fd)
+        except StorageError:
+            with self._lock:
+                self._is_dirty = True
+            raise
         finally:
             os.close(fd)
 
