@@ -21,6 +21,7 @@ from tests.storage.samples import Sample
 from tests.workers.desk import Desk, remove_order
 from tierkv.core.instructions import OpFailed, ReadDone, RemoveDone, SetAside, Touch, TouchRow, WriteDone
 from tierkv.core.reasons import Reason
+from tierkv.torture.waits import wait_until
 
 DAYS = int(os.environ.get("TIERKV_BAD_DAYS", "2"))
 FIRST_DAY = int(os.environ.get("TIERKV_BAD_DAYS_FROM", "0"))
@@ -70,7 +71,7 @@ class Day:
         with Desk(self.root) as desk:
             desk.recovered()
             self.check_found(desk)
-            assert os.listdir(self.root / "tmp") == []
+            wait_until(lambda: not os.listdir(self.root / "tmp"), "no temp file is left, what is written now aside")
             for sample in list(self.flushed.values()):
                 self.load(desk, sample)
 
