@@ -61,6 +61,7 @@ def test_a_folder_that_is_gone_is_made_again_and_one_that_cant_be_costs_nothing_
         (root / "starts").rmdir()
         (root / "starts").write_text("in its place")
         desk.send(KeepStart(start()))
+        desk.health(lambda health: bool(health.errors))
         desk.stop()
     (root / "starts").unlink()
     with Desk(root) as desk:

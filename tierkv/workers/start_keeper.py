@@ -1,6 +1,7 @@
 """The worker's part of the records of starts: what earlier ones left is told at the start, what the front says is kept.
 
-Nobody waits for either, and nothing depends on them: what can't be read or written costs a line in the log.
+Nobody waits for either, and nothing depends on them: what can't be read or written is counted, and costs a line in the
+log.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from tierkv.core.starts import Start
 from tierkv.errors import StorageError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.start_records import prune_starts, read_starts, write_start
+from tierkv.storage.system_calls import Failure
 from tierkv.workers.quiet_log import QuietLog
 from tierkv.workers.tier_gate import TierGate
 
@@ -27,6 +29,7 @@ class StartKeeper:
         try:
             return tuple(read_starts(self._directory))
         except StorageError as error:
+            self._gate.count(Failure.of(error))
             self._quiet.warning("starts", f"records of earlier starts can't be read: {error}")
             return ()
 
@@ -40,4 +43,5 @@ class StartKeeper:
                 self._seen.add(start.number)
                 prune_starts(self._directory)
         except StorageError as error:
+            self._gate.count(Failure.of(error))
             self._quiet.warning("starts", f"the record of a start is not written: {error}")
