@@ -19,8 +19,17 @@ pytestmark = pytest.mark.timeout(120)
 
 PROMPTS, BLOCKS = 60, 8  # 7.5 MiB in extents of 128 KiB
 
-CAPS = {"host_bytes", "nvme_bytes", "session_bytes", "quarantine_bytes", "inline_bytes"}
-"""inline_bytes: tests/gateway/test_service.py, for it takes a gateway."""
+CAPS = {
+    "host_bytes",
+    "nvme_bytes",
+    "session_bytes",
+    "quarantine_bytes",
+    "inline_bytes",
+    "journal_bytes",
+    "record_bytes",
+}
+"""inline_bytes: tests/gateway/test_service.py, for it takes a gateway; journal_bytes: tests/storage/test_journal.py;
+record_bytes: tests/workers/test_recorder.py."""
 OTHER_SIZES = {"nvme_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_bytes"}
 
 

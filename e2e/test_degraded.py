@@ -45,7 +45,8 @@ def fill(engine: StampedEngine, first: int, count: int) -> list[int]:
 )
 def test_health_while_every_write_fails(tmp_path: Path, disk: SickDisk) -> None:
     port = free_port()
-    with sick_node(tmp_path, metrics_port=str(port)) as node:
+    # By last use: what knows value would learn that nothing new is asked for again here, and take no more of it.
+    with sick_node(tmp_path, metrics_port=str(port), eviction_policy="lru") as node:
         node.start()
         with StampedEngine(node.endpoint) as engine:
             prompts = fill(engine, 1, 80)

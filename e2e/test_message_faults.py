@@ -26,7 +26,26 @@ from e2e.either_client import KINDS, EitherEngine
 from e2e.harness import Node, wait_until
 from tests.faults.proxy import Fault, Proxy, Way
 from tierkv.client import Operator, connect_operator
-from tierkv.client.operators import cancel_job, new_job, purge_step, status, usage, verify_step, warmup_step
+from tierkv.client.operators import (
+    PinWish,
+    audit_step,
+    cancel_job,
+    evict_step,
+    evictions_step,
+    explain,
+    new_job,
+    pin_step,
+    pins,
+    purge_step,
+    shares,
+    starts,
+    status,
+    top,
+    unpin_step,
+    usage,
+    verify_step,
+    warmup_step,
+)
 from tierkv.core.reasons import Reason
 from tierkv.errors import NodeSilent
 from tierkv.torture.stamped import count_right, identity, poisoned, tokens_of
@@ -199,7 +218,7 @@ class AskWarmup(Scene):
         self.job = new_job()
 
     def act(self) -> Any:
-        return self.engine.client._run(warmup_step(self.engine.client._verbs, self.job, 0, ""))
+        return self.engine.client._run(warmup_step(self.engine.client._verbs, self.job, 0, "", None, 0.0))
 
     def check(self, had_effect: bool) -> None:
         self.engine.do(self.engine.client._run(cancel_job(self.engine.client._verbs, self.kind, self.job)))
@@ -228,8 +247,99 @@ class AskPurge(Scene):
         wait_until(lambda: self.engine.do(self.act()).finished, f"the purge is over: {told}", 30.0)
 
 
+class AskExplain(Scene):
+    def act(self) -> Any:
+        keys = self.engine.keys(BASE, BLOCKS)
+        group = self.engine.group.key
+        return self.engine.client._run(explain(self.engine.client._verbs, None, group, keys, b"", "", 0))
+
+
+class AskTop(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(top(self.engine.client._verbs, 5))
+
+
+class AskShares(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(shares(self.engine.client._verbs))
+
+
+class AskStarts(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(starts(self.engine.client._verbs))
+
+
+class AskPins(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(pins(self.engine.client._verbs))
+
+
+class AskPin(Scene):
+    """A wish for a prefix that nobody has cached."""
+
+    def prepare(self) -> None:
+        self.pin = new_job()
+
+    def act(self) -> Any:
+        keys = self.engine.keys(self.prompt, BLOCKS)
+        wish = PinWish(pin=self.pin, group=self.engine.group.key, keys=keys, owner="e2e", seconds=600.0)
+        return self.engine.client._run(pin_step(self.engine.client._verbs, wish))
+
+    def check(self, had_effect: bool) -> None:
+        assert self.is_pinned() == had_effect
+        self.engine.do(self.engine.client._run(unpin_step(self.engine.client._verbs, self.pin, None)))
+        assert not self.is_pinned()
+
+    def is_pinned(self) -> bool:
+        told = self.engine.do(self.engine.client._run(pins(self.engine.client._verbs)))
+        return self.pin in [row.pin for row in told.rows]
+
+
+class AskUnpin(AskPin):
+    def prepare(self) -> None:
+        super().prepare()
+        self.engine.do(AskPin.act(self))
+        assert self.is_pinned()
+
+    def act(self) -> Any:
+        return self.engine.client._run(unpin_step(self.engine.client._verbs, self.pin, None))
+
+    def check(self, had_effect: bool) -> None:
+        assert self.is_pinned() == (not had_effect)
+        self.engine.do(self.act())
+        assert not self.is_pinned()
+
+
+class AskEvict(Scene):
+    """What would be evicted."""
+
+    def act(self) -> Any:
+        return self.engine.client._run(evict_step(self.engine.client._verbs, "host", 0, "", True))
+
+    def check(self, had_effect: bool) -> None:
+        assert self.engine.match(BASE, BLOCKS) == BLOCKS
+
+
+class AskEvictions(Scene):
+    def prepare(self) -> None:
+        self.job = new_job()
+
+    def act(self) -> Any:
+        return self.engine.client._run(evictions_step(self.engine.client._verbs, self.job, 0.0, False))
+
+    def check(self, had_effect: bool) -> None:
+        """Asked again under its id it ends."""
+        wait_until(lambda: self.engine.do(self.act()).finished, "there is a report", 30.0)
+
+
+class AskAudit(AskEvictions):
+    def act(self) -> Any:
+        return self.engine.client._run(audit_step(self.engine.client._verbs, self.job, 0, ""))
+
+
 SCENES: dict[str, type[Scene]] = {
-    scene.__name__.removeprefix("Ask"): scene for scene in (*Scene.__subclasses__(), AskAbort, AskVerify)
+    scene.__name__.removeprefix("Ask"): scene
+    for scene in (*Scene.__subclasses__(), AskAbort, AskVerify, AskUnpin, AskAudit)
 }
 
 
