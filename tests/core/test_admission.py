@@ -234,6 +234,18 @@ def test_new_blocks_that_are_worth_less_than_what_would_go_for_them_are_refused_
     assert (ghost.key, ghost.blocks, ghost.reason) == (bench.prompt(50).key(0), 2, Reason.WORTH_LESS)
 
 
+def test_where_nothing_is_ever_asked_for_again_everything_new_is_taken() -> None:
+    bench = Bench(host_slots=8, extent_blocks=2)
+    for number in range(280):  # more requests than it takes to learn
+        bench.tick(0.1)
+        prompt = bench.prompt(2 * number, 2 * number + 1)
+        assert not bench.acquire(prompt).blocks  # type: ignore[union-attr]
+        assert len(bench.store(prompt).offsets) == 2, f"request {number} was refused"
+        bench.seal(prompt)
+        bench.work()
+    assert bench.state.counts.refused_blocks == {}
+
+
 def test_what_was_refused_is_known_when_it_is_asked_for_again_and_comes_in_then() -> None:
     bench = favourites()
     wanted = bench.prompt(50, 51)

@@ -53,9 +53,28 @@ def test_before_there_is_data_what_was_used_last_is_worth_most() -> None:
     hazards = Hazards()
     for _ in range(15):
         hazards.request(0.0)
+        hazards.begin(0, 0.0, 1.0)
+        hazards.end(0, 0.0, 0.0, 1.0)
     assert not hazards.has_learnt
     assert hazards.index(3, 0.0) > hazards.index(3, 1.0) > hazards.index(3, 100.0)
     hazards.request(0.0)
+    assert hazards.has_learnt
+
+
+def test_where_next_to_nothing_is_used_again_there_is_nothing_to_learn() -> None:
+    hazards = Hazards()
+    for number in range(1, 1_001):
+        now = number * 0.1
+        hazards.request(now)
+        hazards.begin(0, now, 1.0)
+        if number % 100 == 0 and number < 1_000:
+            hazards.end(0, now, now, 1.0)
+        assert not hazards.has_learnt
+    for number in range(1_001, 2_001):
+        now = number * 0.1
+        hazards.request(now)
+        hazards.begin(0, now, 1.0)
+        hazards.end(0, now, now, number % 2)
     assert hazards.has_learnt
 
 

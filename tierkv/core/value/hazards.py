@@ -36,6 +36,10 @@ WINDOW_SECONDS = 3_600.0
 WINDOW_UNITS = 10_000.0
 """A window of counts is closed when it is that old and holds that much, and forgotten when the next one is."""
 
+LEAST_SHARE = 0.01
+"""Of the exposures that have to have ended in a use. Of fewer nothing is learnt but that least is known of what waits
+longest, and for that reason nothing new would be taken: until then the least recently used goes."""
+
 _FIRST_REQUESTS = frozenset({16, 32, 64, 128})
 _REQUESTS_BETWEEN = 250
 _SECONDS_BETWEEN = 30.0
@@ -149,6 +153,11 @@ class Hazards:
         forgotten = _rows([window.forgotten for window in self._windows])
         open_ended = [_add(self._waiting_by_age(kind, now), forgotten[kind]) for kind in range(NUM_KINDS)]
         of_all = (_sum(used), _sum(open_ended))
+        self.version += 1
+        uses = sum(of_all[0])
+        if uses <= LEAST_SHARE * (uses + sum(of_all[1])):
+            self._index = []
+            return
         p_all = [(e + 0.001) / (r + 1) for e, r in zip(of_all[0], _reached(*of_all), strict=True)]
         all_index = _best_rates(p_all)
         index = []
@@ -159,7 +168,6 @@ class Hazards:
                 own = _best_rates(_shrunk(used[kind], open_ended[kind], p_group))
                 index.append([o**OWN_SHARE * a ** (1 - OWN_SHARE) for o, a in zip(own, all_index, strict=True)])
         self._index = index
-        self.version += 1
 
     def _roll(self, now: float) -> None:
         current = self._windows[-1]
