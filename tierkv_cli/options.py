@@ -32,8 +32,13 @@ else:
     FloatType = click.ParamType  # which older releases of click can't be told a type
 
 
+MAX_SPAN_DAYS = 36_500
+MAX_SPAN_SECONDS = MAX_SPAN_DAYS * 86_400.0
+"""A hundred years: less than any request of the protocol takes, and than the calendar of any system ends in."""
+
+
 class SpanType(FloatType):
-    """A span of time like "24h", as seconds."""
+    """A span of time like "24h", as seconds: a hundred years at most."""
 
     name = "span"
 
@@ -43,9 +48,12 @@ class SpanType(FloatType):
         if isinstance(value, float):
             return value
         try:
-            return parse_span(value)
+            seconds = parse_span(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if seconds > MAX_SPAN_SECONDS:
+            self.fail(f"{value!r} is too long; {MAX_SPAN_DAYS:,} days is the most", param, ctx)
+        return seconds
 
 
 SPAN = SpanType()

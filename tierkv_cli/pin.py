@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierkv.core.reasons import Reason
-from tierkv_cli.options import SPAN, Where, json_option, where_options
+from tierkv_cli.options import MAX_SPAN_DAYS, MAX_SPAN_SECONDS, SPAN, Where, json_option, where_options
 
 if TYPE_CHECKING:
     from tierkv.client.blocking import Operator
@@ -77,8 +77,8 @@ def command(
     """Have a prefix stay in memory or on NVMe, whatever is evicted, until `unpin`, its end, or a purge.
 
     What is not cached yet stays from when it is; what is not in memory is brought there. Whole blocks count, in all
-    ranks of a model. A pin is written down and outlives the node. What all pins hold of a tier is bounded by
-    pinned_share; one that would pass it is refused, and told who has how much.
+    ranks of a model. A pin is written down and outlives the node; the same one once more only gets another end. What
+    all pins hold of a tier is bounded by pinned_share; one that would pass it is refused, and told who has how much.
 
     The text of --prompt-file is tokenized as it is: no chat template is applied, so a system prompt of a chat has to be
     written with the markers that the template puts around it. The tokenizer is looked for on this machine only, and
@@ -93,6 +93,7 @@ def command(
     _require_one(model, prompt_file, token_file, prefix)
     if prefix is not None and (groups or tokenizer):
         raise _usage("--group and --tokenizer are for a prompt, not for --prefix")
+    _require_owner(owner)
     if until is not None and span is not None:
         raise _usage("--until and --for both say when it ends; say one")
     how = How(owner, tier, span if span is not None else _seconds_until(until, time.time()))
@@ -138,7 +139,16 @@ def _seconds_until(text: str | None, now: float) -> float:
         raise _usage(f"--until: {text!r} is no time; write one like 2026-12-31 or 2026-12-31T18:00") from None
     if end <= now:
         raise _usage(f"--until: {text} is over")
+    if end - now > MAX_SPAN_SECONDS:
+        raise _usage(f"--until: {text} is more than {MAX_SPAN_DAYS:,} days away; leave it out for a pin without an end")
     return end - now
+
+
+def _require_owner(owner: str | None) -> None:
+    from tierkv.core.pins import MAX_OWNER
+
+    if owner is not None and (len(owner) > MAX_OWNER or not (owner == "" or owner.isprintable())):
+        raise _usage(f"--owner: a name has up to {MAX_OWNER} characters that can be printed")
 
 
 def _tokens(prompt_file: str | None, token_file: str | None, tokenizer: str | None, model: str) -> list[int]:

@@ -52,8 +52,8 @@ def tokenize(path: str, tokenizer: str) -> list[int]:
 
 
 def find_groups(rows: tuple[UsageRow, ...], model: str, wanted: tuple[str, ...]) -> list[UsageRow]:
-    """The groups of a model that are meant: those whose digits are `wanted`, or all; none given: the only one, or the
-    only one without tenant and adapter. Raises UsageError that lists them."""
+    """The groups of a model that are meant: those whose digits are `wanted`, or all; none given: the only one. Raises
+    UsageError that lists them: which of several tenants is meant is not to be guessed."""
     from tierkv_cli.warmup import find_fingerprint
 
     fingerprint = find_fingerprint(rows, model)
@@ -66,10 +66,8 @@ def find_groups(rows: tuple[UsageRow, ...], model: str, wanted: tuple[str, ...])
         if missing:
             raise usage(f"--group: {model} has no group {missing[0]}; it has {_list(of_model)}")
         return found
-    plain = [row for row in of_model if not row.salt and not row.adapter]
-    for candidates in (of_model, plain):
-        if len(candidates) == 1:
-            return candidates
+    if len(of_model) == 1:
+        return of_model
     raise usage(f"{model} has {len(of_model)} groups; say which with --group, or --group all: {_list(of_model)}")
 
 
@@ -115,7 +113,7 @@ def _list(rows: list[UsageRow]) -> str:
 def _what(row: UsageRow) -> str:
     parts = [
         f"adapter {row.adapter_name or row.adapter[:12]}" if row.adapter else "",
-        f"tenant {row.salt}" if row.salt else "",
+        f"tenant {row.salt}" if row.salt else "no tenant",
         row.dtype,
         row.layout,
         f"{row.block_tokens} tokens a block",

@@ -253,6 +253,8 @@ def _budget(text: str | None) -> int:
         raise _usage(f"--budget: {error}") from None
     if num_bytes == 0:
         raise _usage("--budget: 0 brings nothing; write more, or leave it out")
+    if num_bytes >= 2**63:
+        raise _usage(f"--budget: {text} is more than any memory; leave it out to bring what fits")
     return num_bytes
 
 

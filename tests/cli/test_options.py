@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tierkv.errors import ConfigError
+from tierkv.wire.messages import Evictions, Pin, Warmup
 from tierkv.wire.socket_directory import default_socket_dir
-from tierkv_cli.options import Where
+from tierkv_cli.options import MAX_SPAN_SECONDS, SPAN, Where
 
 
 def where(**given: str) -> Where:
@@ -56,3 +58,50 @@ def test_wrong_settings_are_an_error_even_of_a_command_that_only_asks(monkeypatc
     monkeypatch.setenv("TIERKV_DATADIR", "/d")
     with pytest.raises(ConfigError, match="TIERKV_DATA_DIR"):
         where().socket_directory()
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("evictions",), "--since"),
+        (("warmup",), "--since"),
+        (("pin", "--prefix", "ab" * 8), "--for"),
+    ],
+)
+@pytest.mark.parametrize("span", ["36501d", "99999999d", "9999999999d"])
+def test_a_span_that_no_request_can_hold_is_a_usage_error_of_its_option(tierkv, node, command, option, span):
+    outcome = tierkv(*command, option, span)
+    assert (outcome.code, node.asked) == (2, [])
+    words = " ".join(outcome.err.split())
+    assert option in words
+    assert "36,500 days is the most" in words
+
+
+@pytest.mark.parametrize("span", ["36500d", "1s"])
+def test_a_span_of_a_hundred_years_is_taken(span):
+    assert 1 <= SPAN.convert(span, None, None) <= 36_500 * 86_400
+
+
+def test_the_longest_span_fits_into_every_request_that_takes_one():
+    for request, arguments in (
+        (Evictions, {"job": bytes(16), "seconds": MAX_SPAN_SECONDS}),
+        (Warmup, {"job": bytes(16), "budget_bytes": 0, "since_seconds": MAX_SPAN_SECONDS}),
+        (Pin, {"pin": bytes(16), "seconds": MAX_SPAN_SECONDS}),
+    ):
+        msgspec.convert({"id": 1} | arguments, request, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--owner", "x" * 5_000), ("--owner", "a\nb"), ("--until", "9999-01-01")],
+)
+def test_a_pin_with_an_owner_or_an_end_that_no_request_can_hold_is_a_usage_error(tierkv, node, option, value):
+    outcome = tierkv("pin", "--prefix", "ab" * 8, option, value)
+    assert (outcome.code, node.asked) == (2, [])
+    assert option in outcome.err
+
+
+def test_a_budget_that_no_request_can_hold_is_a_usage_error(tierkv, node):
+    outcome = tierkv("warmup", "--budget", "9999999999TiB")
+    assert (outcome.code, node.asked) == (2, [])
+    assert "--budget" in outcome.err

@@ -185,16 +185,19 @@ def test_a_model_of_several_groups_wants_to_know_which(tierkv, node, pinner, tok
         usage_row(group=b"\x03" * 32),
     )
     ask = ["pin", "--model", "llama", "--token-file", str(tokens)]
-    assert tierkv(*ask).code == 0
     assert tierkv(*ask, "--group", "0101").code == 0
     assert tierkv(*ask, "--group", "all").code == 0
-    assert [asked["group"][:1] for _, asked in node.asked] == [b"\x03", b"\x01", b"\x01", b"\x02", b"\x03"]
+    asked = [b"\x01", b"\x01", b"\x02", b"\x03"]
+    assert [wish["group"][:1] for _, wish in node.asked] == asked
     assert "has no group 77" in tierkv(*ask, "--group", "77").err
-    node.rows += (usage_row(group=b"\x04" * 32, dtype="fp8"),)
     outcome = tierkv(*ask)
     assert outcome.code == 2
-    assert "010101010101 (tenant 0011aabb, bfloat16" in outcome.err
-    assert "adapter legal" in outcome.err
+    words = " ".join(outcome.err.split())
+    assert "llama has 3 groups; say which with --group, or --group all" in words
+    assert "010101010101 (tenant 0011aabb, bfloat16" in words
+    assert "020202020202 (adapter legal, no tenant, " in words
+    assert "030303030303 (no tenant, bfloat16" in words
+    assert len(node.asked) == len(asked)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt, make_group
-from tierkv.core.instructions import ForgetPin, RecordPin, TierHealth
+from tierkv.core.instructions import ForgetPin, PinRecord, RecordPin, TierHealth
 from tierkv.core.pins import RETRY_SECONDS, PinPhase, PinRefused, PinState
 from tierkv.core.purge_scope import OfModel, OfPrefix, OfTenant, What
 from tierkv.core.reasons import Reason
@@ -25,6 +26,10 @@ def pin(bench: Bench, prompt: Prompt, **how: object) -> PinState:
     answer = bench.pin(prompt, **how)  # type: ignore[arg-type]
     assert isinstance(answer, PinState), answer
     return answer
+
+
+def replace_record(state: PinState, **changes: object) -> PinRecord:
+    return msgspec.structs.replace(state.record, **changes)
 
 
 def now_of(bench: Bench, made: PinState) -> PinState:
@@ -64,6 +69,54 @@ def test_a_pin_for_nvme_keeps_the_files_and_lets_memory_go() -> None:
     bench.unpin(made.record.pin)
     fill_nvme(bench)
     assert bench.match(prompt) == (0, 0)
+
+
+def test_a_pin_that_is_asked_for_again_is_the_same_one_with_another_end() -> None:
+    bench = roomy(nvme_bytes=8 * FILE)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    made = pin(bench, prompt, seconds=60.0)
+    bench.tick(10.0)
+    again, asked = bench.grant(), bench.now
+    renewed = pin(bench, prompt, seconds=60.0, pin=again)
+    assert renewed.record == replace_record(made, until=asked + 60.0)
+    bench.work()
+    assert now_of(bench, made).recorded
+    bench.tick(1.0)
+    assert pin(bench, prompt, seconds=60.0, pin=again).record.until == asked + 60.0  # the same request, sent again
+    assert now_of(bench, made).recorded
+    other = bench.grant()
+    assert pin(bench, prompt, pin=other).record == replace_record(made, until=0.0)
+    assert len(bench.state.pins()) == 1
+    bench.work()
+    bench.start()
+    (found,) = bench.state.pins()
+    assert found.record == replace_record(made, until=0.0)
+
+
+def test_pins_of_other_owners_tiers_and_prefixes_are_others() -> None:
+    bench = roomy(nvme_bytes=8 * FILE)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    made = [
+        pin(bench, prompt),
+        pin(bench, prompt, owner="bob"),
+        pin(bench, prompt, tier="nvme"),
+        pin(bench, prompt.first(1)),
+    ]
+    assert len({one.record.pin for one in made}) == len(bench.state.pins()) == 4
+
+
+def test_what_a_purge_ended_is_not_renewed() -> None:
+    bench = roomy(nvme_bytes=8 * FILE)
+    prompt = bench.prompt(1, 2)
+    bench.store_durably(prompt)
+    ended = pin(bench, prompt)
+    _, effects = bench.state.start_purge(b"job", OfPrefix(prompt.key(0).hex()), bench.now)
+    bench.absorb(effects)
+    bench.work()
+    assert now_of(bench, ended).phase is PinPhase.PURGED
+    assert pin(bench, prompt).record.pin != ended.record.pin
 
 
 def test_an_extent_is_pinned_up_to_a_depth_and_the_cold_tail_behind_it_may_go_from_memory() -> None:

@@ -112,7 +112,7 @@ def test_a_node_without_a_directory_pins_in_memory_only() -> None:
 def test_a_node_takes_so_many_pins_and_no_more(durable: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierkv.core.pins.MAX_PINS", 1)
     durable.ask(Pin, session=TOOL, pin=ID, of=GROUP, keys=KEYS)
-    error = durable.ask(Pin, session=TOOL, pin=b"pin-number-00002", of=GROUP, keys=KEYS)
+    error = durable.ask(Pin, session=TOOL, pin=b"pin-number-00002", of=GROUP, keys=KEYS, owner="bob")
     assert "as many as a node takes" in error.problem
     assert durable.ask(Pin, session=TOOL, pin=ID, of=GROUP, keys=KEYS).row.pin == ID, "asked again, it is no other"
 

@@ -245,8 +245,9 @@ class Operator:
         cached up to the block whose key, in hexadecimal, begins with `prefix`; on `tier` ("host", which keeps its files
         too, or "nvme"), for so many `seconds` (0: until it is unpinned). `owner`: the user that this process runs as.
 
-        Returns when it is on disk, or can't be: its row's `recorded` and `reason` say. Raises WireError when pins would
-        hold more of the tier than they may. With the same id, `pin`, it may be asked for again."""
+        Returns when it is on disk, or can't be: its row's `recorded` and `reason` say. What that owner has pinned
+        there already keeps its id and gets the new end. Raises WireError when pins would hold more of the tier than
+        they may. With the same id, `pin`, it may be asked for again."""
         wish = PinWish(
             pin=pin or new_job(),
             group=group,

@@ -9,9 +9,9 @@ as well, and has what lies there alone brought back to memory, for example after
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -27,6 +27,9 @@ from tierkv.core.reasons import Reason
 from tierkv.core.residency import NvmeState
 
 MAX_PINS = 1_000
+MAX_OWNER = 64
+"""Characters of an owner's name."""
+
 AUTO = "auto"
 """Who owns automatic pins."""
 
@@ -37,6 +40,7 @@ READ_ONLY_RETRY_SECONDS = 600.0
 """The same, for records, where nothing can be written."""
 
 _ID_BYTES = 16
+_RENEWALS = 8  # of a pin, that are known when they are sent again
 _READS_AHEAD = 2  # of what is to be brought to memory: the drive is for those who wait for an answer
 
 
@@ -98,6 +102,7 @@ class _Job:
     recorded: bool = False
     reason: Reason | None = None
     retry_at: float | None = None
+    renewed_by: deque[bytes] = field(default_factory=lambda: deque(maxlen=_RENEWALS))  # ids of requests
 
     @property
     def in_host(self) -> bool:
@@ -126,14 +131,23 @@ class Pins:
     def pin(
         self, *, pin: bytes, group: bytes, keys: bytes, owner: str, tier: str, seconds: float, now: float
     ) -> PinState | PinRefused:
-        """Have the prefix stay, for so many seconds (0: without an end). Asking again by its id changes nothing."""
-        known = self._jobs.get(pin)
+        """Have the prefix stay, for so many seconds (0: without an end). Asking again by its id changes nothing. What
+        its owner has already pinned there keeps its id, and gets the new end."""
+        known = self._asked_before(pin)
         if known is not None:
             return self._state(known)
         ledger = self._ledger
         shape = ledger.groups.get(group)
         if shape is None or not keys:
             return PinRefused(Reason.NOT_FOUND)
+        until = now + seconds if seconds else 0.0
+        same = self._same_wish(group, keys, owner, tier)
+        if same is not None:
+            same.renewed_by.append(pin)
+            if same.record.until != until:
+                same.record = msgspec.structs.replace(same.record, until=until)
+                self._write_down(same)
+            return self._state(same)
         if len(self._jobs) >= MAX_PINS:
             return PinRefused(Reason.NO_ROOM)
         if len(frozenset(split_keys(keys))) < count_keys(keys):  # no chain of digests repeats itself
@@ -151,7 +165,7 @@ class Pins:
             owner=owner,
             tier=tier,
             made=now,
-            until=now + seconds if seconds else 0.0,
+            until=until,
         )
         refused = self._why_refused(record)
         if refused is not None and refused.reason is Reason.PINNED_SHARE and self._end_automatic():
@@ -164,6 +178,21 @@ class Pins:
         for extent in self._extents_along(keys):
             self._cascade.used_again(extent, now)  # what admission kept from NVMe goes there now
         return self._state(job)
+
+    def _asked_before(self, pin: bytes) -> _Job | None:
+        """What became of the request with that id: a pin of its own, or another end of one that was there."""
+        own = self._jobs.get(pin)
+        return own or next((job for job in self._jobs.values() if pin in job.renewed_by), None)
+
+    def _same_wish(self, group: bytes, keys: bytes, owner: str, tier: str) -> _Job | None:
+        """The pin of that owner which wants the same already."""
+        wish = (group, keys, owner, tier)
+        for job in self._jobs.values():
+            record = job.record
+            is_same = (record.group, record.keys, record.owner, record.tier) == wish
+            if is_same and not (job.is_auto or record.purged):
+                return job
+        return None
 
     def keep(self, group: Group, keys: bytes, seconds: float, now: float) -> bool:
         """An automatic pin in host memory, or the same one for longer. Whether there is room for it."""
@@ -201,7 +230,7 @@ class Pins:
         self, *, pin: bytes, digits: str, owner: str, tier: str, seconds: float, now: float
     ) -> PinState | PinRefused:
         """The prefix that ends with the cached block whose key begins with these hexadecimal digits."""
-        known = self._jobs.get(pin)
+        known = self._asked_before(pin)
         if known is not None:
             return self._state(known)
         found = self._ends_with(digits)

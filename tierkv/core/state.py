@@ -436,7 +436,8 @@ class CacheState:
         self, *, pin: bytes, group: bytes, keys: bytes, owner: str, tier: str, seconds: float, now: float
     ) -> tuple[PinState | PinRefused, list[Effect]]:
         """Have the prefix with these keys stay on `tier` ("host" or "nvme"; host keeps the files too) for so many
-        seconds, 0 for without an end. What is not cached yet stays from when it is. Idempotent by `pin`."""
+        seconds, 0 for without an end. What is not cached yet stays from when it is. Idempotent by `pin`; what its owner
+        has pinned there already keeps its id and gets the new end."""
         answer = self._pins.pin(pin=pin, group=group, keys=keys, owner=owner, tier=tier, seconds=seconds, now=now)
         return answer, self._effects_after(now)
 

@@ -10,7 +10,7 @@ from blake3 import blake3
 from tierkv.config.sizes import human_size
 from tierkv.core.grants import GroupSpec
 from tierkv.core.keys import KEY_BYTES
-from tierkv.core.pins import MAX_PINS, PinRefused, PinState
+from tierkv.core.pins import MAX_OWNER, MAX_PINS, PinRefused, PinState
 from tierkv.core.reasons import Reason
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.waiting import Asker
@@ -33,8 +33,6 @@ from tierkv.wire.messages import (
 )
 
 MAX_OWNERS_NAMED = 5
-MAX_OWNER = 64
-"""Characters of an owner's name."""
 
 
 class Pinning:

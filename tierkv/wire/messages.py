@@ -796,7 +796,8 @@ class PinReply(Reply, frozen=True, kw_only=True, tag=True):
 class Pin(Request, frozen=True, kw_only=True, tag=True):
     """Have a prefix stay: the blocks of `keys`, from token 0, in the group `of`; or with `prefix` (a
     block key in hexadecimal, or its first 16 digits or more) those that are cached from token 0 to that block. On
-    `tier`, for so many `seconds` (0: without an end). What is not cached yet stays from when it is.
+    `tier`, for so many `seconds` (0: without an end). What is not cached yet stays from when it is. What that `owner`
+    has pinned there already gets the new end, and the reply's row has the id that it had.
 
     Refused as INVALID, with the field `tier`, when pins would hold more of it than they may."""
 
