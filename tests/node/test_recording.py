@@ -285,6 +285,47 @@ def test_a_file_that_can_not_be_written_is_said_before_anything_is_started(tmp_p
         require_recording(Settings(socket_dir=tmp_path, record=tmp_path / "none" / "r.jsonl"))
 
 
+def test_a_second_node_that_records_to_the_same_file_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    settings = Settings(socket_dir=tmp_path / "n", record=tmp_path / "r.jsonl", lock_wait_seconds=0.0)
+    first = require_recording(settings)
+    assert first is not None
+    with pytest.raises(ConfigError, match=r"record: .*r\.jsonl is in use by another node") as raised:
+        require_recording(settings)
+    assert raised.value.exit_code == 2
+    other = require_recording(settings.model_copy(update={"record": tmp_path / "s.jsonl"}))
+    assert other is not None
+    other.close()
+    assert settings.record is not None
+    os.replace(settings.record, tmp_path / "r.jsonl.1")  # as the recorder does when half of the room is full
+    with pytest.raises(ConfigError, match="in use"):
+        require_recording(settings)
+    first.close()
+    again = require_recording(settings)
+    assert again is not None
+    again.close()
+
+
+def test_a_recorder_that_still_writes_keeps_the_recording_when_its_node_is_gone(settings: Settings) -> None:
+    settings = settings.model_copy(update={"lock_wait_seconds": 0.0})
+    lock = require_recording(settings)
+    assert lock is not None
+    process = RecorderProcess(settings, lock.fd)
+    process.start_if_due(time.monotonic())
+    lock.close()
+    with pytest.raises(ConfigError, match="in use"):
+        require_recording(settings)
+    process.kill()
+    again = require_recording(settings)
+    assert again is not None
+    again.close()
+
+
+def test_a_lock_of_a_recording_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"record: .*r\.jsonl\.lock: Is a directory"):
+        require_recording(Settings(socket_dir=tmp_path / "n", record=tmp_path / "r.jsonl"))
+
+
 def test_a_recording_inside_the_data_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lies in data_dir"):
         Settings(data_dir=tmp_path / "data", record=tmp_path / "data" / "r.jsonl")

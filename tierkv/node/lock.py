@@ -1,8 +1,10 @@
-"""Who may use a directory: a lock of the kernel, whatever is written in any file.
+"""Who may use a directory or a recording: a lock of the kernel, whatever is written in any file.
 
     DATA/LOCK          one node per data directory; the storage workers inherit the open file, so that a second node
                        can't start while one of them still writes
     socket dir/LOCK    one node per endpoint
+    RECORDING.lock     one node per recording; beside it, as the recording itself is renamed and written anew. The
+                       recorder inherits the open file
 
 The lock belongs to the open file and ends with its last descriptor, in whichever process that is. Nobody unlocks it by
 a call: that would also take it from a worker that is still writing.
@@ -23,6 +25,7 @@ from tierkv.storage.stamp import COUNTS_AS_EMPTY
 
 LOCK_NAME = "LOCK"
 FORMAT_NAME = "FORMAT"
+RECORDING_SUFFIX = ".lock"
 RETRY_SECONDS = 0.05
 
 
@@ -91,6 +94,23 @@ def lock_socket_directory(root: Path) -> FileLock:
         os.close(root_fd)
 
 
+def lock_recording(recording: Path, wait_seconds: float, *, pause: Callable[[float], None] = time.sleep) -> FileLock:
+    """Hold the recording, waiting up to `wait_seconds` for another node to be gone. Raises ConfigError."""
+    name = recording.name + RECORDING_SUFFIX
+    try:
+        folder_fd = os.open(recording.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError("record", f"{recording} can't be written: {error.strerror}") from error
+    try:
+        return _lock(recording.parent, folder_fd, wait_seconds, pause, name=name)
+    except DataDirectoryInUse as error:
+        raise ConfigError("record", f"{error}; name another file") from error
+    except OSError as error:
+        raise ConfigError("record", _say(recording.with_name(name), error)) from error
+    finally:
+        os.close(folder_fd)
+
+
 def _refuse_foreign(root: Path, root_fd: int) -> None:
     """A directory with something in it is used only if a node has been there. LOCK is looked for after the listing:
     whoever sets a directory up makes LOCK first, so that a listing with anything of it means that LOCK is there, unless
@@ -109,25 +129,32 @@ def _exists(name: str, root_fd: int) -> bool:
 
 
 def _lock(
-    root: Path, root_fd: int, wait_seconds: float, pause: Callable[[float], None], *, read_only: bool = False
+    root: Path,
+    root_fd: int,
+    wait_seconds: float,
+    pause: Callable[[float], None],
+    *,
+    read_only: bool = False,
+    name: str = LOCK_NAME,
 ) -> FileLock:
     flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
     deadline = time.monotonic() + wait_seconds
     while True:
-        fd = os.open(LOCK_NAME, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
         try:
-            held = _try_lock(fd, shared=read_only) and _is_still_there(fd, root_fd)
+            held = _try_lock(fd, shared=read_only) and _is_still_there(fd, root_fd, name)
             if held:
                 if not read_only:
                     _write_owner(fd)
-                return FileLock(fd, root / LOCK_NAME)
+                return FileLock(fd, root / name)
             owner = _read_owner(fd)
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
         if time.monotonic() >= deadline:
-            raise DataDirectoryInUse(f"{root} is in use by another node{owner}")
+            what = root if name == LOCK_NAME else root / name.removesuffix(RECORDING_SUFFIX)
+            raise DataDirectoryInUse(f"{what} is in use by another node{owner}")
         pause(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
@@ -139,11 +166,11 @@ def _try_lock(fd: int, *, shared: bool) -> bool:
     return True
 
 
-def _is_still_there(fd: int, root_fd: int) -> bool:
-    """Somebody may have deleted LOCK between our open and our lock: then the lock is on a file nobody else will see."""
+def _is_still_there(fd: int, root_fd: int, name: str) -> bool:
+    """Somebody may have deleted it between our open and our lock: then the lock is on a file nobody else will see."""
     mine = os.fstat(fd)
     try:
-        named = os.stat(LOCK_NAME, dir_fd=root_fd, follow_symlinks=False)
+        named = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)

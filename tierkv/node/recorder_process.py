@@ -22,10 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class RecorderProcess:
-    """Off unless `record` names a file. Call `start_if_due` and `look` from the supervisor's main thread."""
+    """Off unless `record` names a file. Call `start_if_due` and `look` from the supervisor's main thread. Each recorder
+    inherits `lock_fd`, the lock of the recording, so that no other node writes there while one still does."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, lock_fd: int = -1) -> None:
         self._settings = settings
+        self._lock_fds = [lock_fd] if lock_fd >= 0 else []
         self._backoff = Backoff()
         self._child: Child | None = None
         self._is_wanted = settings.record is not None
@@ -54,7 +56,7 @@ class RecorderProcess:
             parent_pid=os.getpid(),
             log_level=settings.log_level,
         )
-        self._child = Child(RECORDER_MODULE, [config.encode()], [fd])
+        self._child = Child(RECORDER_MODULE, [config.encode()], [fd, *self._lock_fds])
         log.info("recorder %d writes to %s", self._child.pid, settings.record)
 
     def look(self) -> None:

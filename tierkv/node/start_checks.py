@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, StorageError
+from tierkv.node.lock import FileLock, lock_recording
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.purge_record import read_records
 
@@ -44,14 +45,18 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def require_recording(settings: Settings) -> None:
-    """What was asked for and can't be done is said before anything is started. Raises ConfigError."""
+def require_recording(settings: Settings) -> FileLock | None:
+    """What was asked for and can't be done is said before anything is started: the file can be written, and no other
+    node writes to it. Returns its lock, to be closed. Raises ConfigError."""
     if settings.record is None:
-        return
+        return None
+    lock = lock_recording(settings.record, settings.lock_wait_seconds)
     try:
         os.close(os.open(settings.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except OSError as error:
+        lock.close()
         raise ConfigError("record", f"{settings.record} can't be written: {error.strerror}") from error
+    return lock
 
 
 def read_boot() -> str:

@@ -120,7 +120,9 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
                 log.error("%s; serving from memory alone", error)
                 settings = settings.model_copy(update={"data_dir": None, "nvme_bytes": None, "read_only": False})
         require_metrics_address(settings)
-        require_recording(settings)
+        recording = require_recording(settings)
+        if recording is not None:
+            owned.enter_context(recording)
         claim_socket_folder(settings.socket_dir)
         owned.enter_context(lock_socket_directory(settings.socket_dir))
         if settings.inline_users:
@@ -136,7 +138,8 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
         sessions = Sessions(listener)
         owned.callback(sessions.close)
         signals = owned.enter_context(caught_signals())
-        supervisor = Supervisor(settings, held, sessions, signals, say, data_dir_problem=data_dir_problem)
+        recorder = RecorderProcess(settings, recording.fd if recording is not None else -1)
+        supervisor = Supervisor(settings, held, sessions, signals, say, recorder, data_dir_problem=data_dir_problem)
         try:
             return supervisor.serve()
         finally:
@@ -154,6 +157,7 @@ class Supervisor:
         sessions: Sessions,
         signals: socket.socket,
         say: Callable[[str], None],
+        recorder: RecorderProcess,
         *,
         data_dir_problem: str = "",
     ) -> None:
@@ -171,7 +175,7 @@ class Supervisor:
         self._host_share = HostShare(settings.host_bytes)
         self._admission = Admission(sessions)
         self._gateway = GatewayProcess(settings)
-        self._recorder = RecorderProcess(settings)
+        self._recorder = recorder
         self._front_backoff = Backoff()
         self._worker_backoff = Backoff()
         self._front_due: float | None = 0.0
