@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--last", metavar="N", default=10, show_default=True, type=click.IntRange(1, 1_000), help="So many starts."
 )
+@click.option("--engines", is_flag=True, help="Show starts of engines too: the last N of them.")
 @plot_option
 @click.option("--start", "number", metavar="NUMBER", type=int, help="Only this start, as --json numbers them.")
 @click.option(
@@ -53,6 +54,7 @@ def command(
     *,
     where: Where,
     last: int,
+    engines: bool,
     plot: Path | None,
     number: int | None,
     engine: str | None,
@@ -68,8 +70,8 @@ def command(
 
     The node writes this down itself at each start, and keeps it in the data directory; without a running node it is
     read from there. A time to first token is an estimate here: what `acquire` took, and what computing the missed
-    tokens takes at prefill_tokens_per_second. An engine that came back while the node went on is a start too, marked as
-    such; its figures are of all that was asked of the node then.
+    tokens takes at prefill_tokens_per_second. An engine that came back while the node went on is a start too, shown
+    with --engines, and always with --json; its figures are of all that was asked of the node then.
 
     With --engine it is measured instead: prompts are sent to an engine's OpenAI-compatible endpoint, one after the
     other, and the time until the first token is taken. Then restart the engine, or the node; the command waits for
@@ -95,11 +97,11 @@ def command(
     for option, value in (("--prompts", prompts), ("--model", model), ("--api-key-env", api_key_env)):
         if value is not None:
             raise click.UsageError(f"{option} has an effect with --engine only", ctx)
-    _show(where, last=last, number=number, plot=plot, as_json=as_json)
+    _show(where, last=last, engines=engines, number=number, plot=plot, as_json=as_json)
     return None
 
 
-def _show(where: Where, *, last: int, number: int | None, plot: Path | None, as_json: bool) -> None:
+def _show(where: Where, *, last: int, engines: bool, number: int | None, plot: Path | None, as_json: bool) -> None:
     from tierkv.metrics.cliff import cliff_of
     from tierkv_cli.output import console, print_json
 
@@ -110,12 +112,13 @@ def _show(where: Where, *, last: int, number: int | None, plot: Path | None, as_
         if not cliffs:
             ctx = click.get_current_context()
             raise click.UsageError(f"there is no record of a start {number}; see --json for those there are", ctx)
-    shown = cliffs[-last:]
+    shown = last_of_each(cliffs, last)
     if as_json:
         print_json({"source": source, "starts": [as_object(cliff) for cliff in shown]})
     else:
         screen = console()
-        for part in view(shown, source, len(cliffs)):
+        with_engines = engines or number is not None
+        for part in view([one for one in shown if with_engines or not _is_engine(one)], source, cliffs):
             screen.print(part)
     if plot is not None:
         from tierkv_cli.cliff_plot import draw_start
@@ -150,6 +153,17 @@ def read_records(where: Where) -> tuple[Sequence[Start], str]:
 
     with DataDirectory.open(data_dir, read_only=True) as directory:
         return read_starts(directory), f"{data_dir} (no node is running)"
+
+
+def last_of_each(cliffs: Sequence[Cliff], last: int) -> list[Cliff]:
+    """The last starts of the node, and as many of engines: a script that runs again and again pushes none out."""
+    own = [cliff for cliff in cliffs if not _is_engine(cliff)][-last:]
+    engines = [cliff for cliff in cliffs if _is_engine(cliff)][-last:]
+    return [cliff for cliff in cliffs if cliff in own or cliff in engines]
+
+
+def _is_engine(cliff: Cliff) -> bool:
+    return cliff.start.kind == "engine"
 
 
 def worth_drawing(cliffs: Sequence[Cliff]) -> Cliff | None:
@@ -197,9 +211,12 @@ def _figures(found: Figures) -> dict[str, object]:
 # ---- for people
 
 
-def view(cliffs: Sequence[Cliff], source: str, known: int) -> Iterator[RenderableType]:
+def view(cliffs: Sequence[Cliff], source: str, known: Sequence[Cliff]) -> Iterator[RenderableType]:
+    """`cliffs` are those of `known` that are shown."""
+    hidden = sum(map(_is_engine, known)) - sum(map(_is_engine, cliffs))
+    engines = f"{hidden} more starts of engines; --engines shows the last" if hidden else ""
     if not cliffs:
-        yield f"no start is on record at {source}"
+        yield f"no start is on record at {source}" + (f" but {engines}" if engines else "")
         return
     from tierkv_cli.output import table
 
@@ -215,7 +232,10 @@ def view(cliffs: Sequence[Cliff], source: str, known: int) -> Iterator[Renderabl
         yield "*: what was usual before is not known; this is what it became."
     yield ""
     yield from _in_words(cliffs[-1])
-    yield f"from {source}" + (f"; the last {len(cliffs)} of {known} starts" if len(cliffs) < known else "")
+    all_told = len(known) if any(map(_is_engine, cliffs)) else len(known) - hidden
+    yield f"from {source}" + (f"; the last {len(cliffs)} of {all_told} starts" if len(cliffs) < all_told else "")
+    if engines:
+        yield engines
 
 
 def _row(cliff: Cliff) -> tuple[str, ...]:
@@ -280,8 +300,9 @@ def _in_words(cliff: Cliff) -> Iterator[str]:
 
     first, usual = cliff.first, cliff.usual
     if not first.asked_tokens:
+        is_over = cliff.watched_seconds >= FIRST_SECONDS
         yield "after the last start nobody has asked for anything in its first minute" + (
-            ", so far" if cliff.watched_seconds < FIRST_SECONDS else ""
+            "" if is_over else f", of which {duration(cliff.watched_seconds)} are on record"
         )
     elif usual is None:
         yield (

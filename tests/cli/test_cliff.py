@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tierkv.core.starts import LastEnd, Start, StartKind, Window
@@ -62,7 +64,7 @@ def engine() -> Start:
 
 def test_each_start_is_a_line_with_its_first_minute_against_what_was_usual(tierkv, node):
     node.starts_known = (killed(), engine())
-    outcome = tierkv("cliff")
+    outcome = tierkv("cliff", "--engines")
     assert outcome.code == 0
     lines = outcome.out.splitlines()
     own = next(line for line in lines if " killed " in line)
@@ -87,7 +89,27 @@ def test_a_node_that_has_just_started_says_so(tierkv, node):
     outcome = tierkv("cliff")
     assert outcome.code == 0
     assert "first start" in outcome.out
-    assert "nobody has asked for anything in its first minute, so far" in outcome.out
+    assert "nobody has asked for anything in its first minute, of which 0 s are on record" in outcome.out
+
+
+def test_engines_that_start_again_and_again_push_no_start_of_the_node_out(tierkv, node):
+    again = [msgspec.structs.replace(engine(), number=number) for number in range(40)]
+    node.starts_known = (killed(), *again)
+    outcome = tierkv("cliff")
+    lines = outcome.out.splitlines()
+    assert sum(" killed " in line for line in lines) == 1
+    assert not any("engine 0a1b2c" in line for line in lines)
+    assert "40 more starts of engines; --engines shows the last" in outcome.out
+    lines = tierkv("cliff", "--engines", "--last", "3").out.splitlines()
+    assert sum(" killed " in line for line in lines) == 1
+    assert sum("engine 0a1b2c" in line for line in lines) == 3
+    kinds = [start["kind"] for start in json.loads(tierkv("cliff", "--json").out)["starts"]]
+    assert kinds == ["node", *["engine"] * 10]
+
+
+def test_only_starts_of_engines_on_record_are_counted(tierkv, node):
+    node.starts_known = (engine(),)
+    assert "but 1 more starts of engines" in tierkv("cliff").out
 
 
 def test_what_is_usual_is_not_known_in_the_first_minutes_of_the_first_life(tierkv, node):
@@ -229,7 +251,7 @@ def test_without_matplotlib_it_is_said_what_to_install(tierkv, node, tmp_path, m
 def test_the_table_fits_a_terminal_of_80_columns(tierkv, node):
     late = killed(last_end=LastEnd.MACHINE, ready_seconds=4_000.0, windows=(window(0, 5), window(5, 600, asked=10**6)))
     node.starts_known = (late, engine(), killed(kind=StartKind.FRONT, last_end=LastEnd.CRASHED))
-    lines = tierkv("cliff").out.splitlines()
+    lines = tierkv("cliff", "--engines").out.splitlines()
     assert max(map(len, lines[: lines.index("")])) <= 80, lines
     assert "front crashed" in lines[4]
 

@@ -61,11 +61,11 @@ class Desk:
 
     @property
     def own(self) -> Start:
-        return next(start for start in self.recorder.all() if start.kind is not StartKind.ENGINE)
+        return next(start for start in self.recorder.all(self.now, self.so_far()) if start.kind is not StartKind.ENGINE)
 
     @property
     def engines(self) -> list[Start]:
-        return [start for start in self.recorder.all() if start.kind is StartKind.ENGINE]
+        return [start for start in self.recorder.all(self.now, self.so_far()) if start.kind is StartKind.ENGINE]
 
 
 def test_nothing_is_due_before_the_node_is_ready() -> None:
@@ -83,10 +83,23 @@ def test_windows_are_counted_from_ready_on_and_hold_what_happened_in_them() -> N
     desk.run(12.0)
     own = desk.own
     assert (own.is_ready, own.ready_seconds) == (True, 7.0)
-    assert [(window.begins, window.seconds) for window in own.windows] == [(0.0, 5.0), (5.0, 5.0)]
-    assert [window.asked_tokens for window in own.windows] == [5_000, 5_000]
+    assert [(window.begins, window.seconds) for window in own.windows] == [(0.0, 5.0), (5.0, 5.0), (10.0, 2.0)]
+    assert [window.asked_tokens for window in own.windows] == [5_000, 5_000, 2_000]
     assert own.windows[0].hit_tokens == {"host": 1_250}
     assert own.windows[1].waits == [5]
+
+
+def test_the_window_that_is_open_is_told_as_long_as_it_is_and_kept_when_it_ends() -> None:
+    desk = Desk()
+    desk.ready()
+    desk.run(2)
+    (open_one,) = desk.own.windows
+    assert (open_one.begins, open_one.seconds, open_one.asked_tokens) == (0.0, 2.0, 2_000)
+    assert desk.kept[-1].windows == ()
+    desk.run(3)
+    (closed,) = desk.own.windows
+    assert (closed.seconds, closed.asked_tokens) == (5.0, 5_000)
+    assert desk.kept[-1].windows == (closed,)
 
 
 def test_after_ten_minutes_windows_are_long_and_the_last_half_hour_of_them_is_kept() -> None:
@@ -168,7 +181,7 @@ def earlier(*, ended: bool, boot: str = "this", began: float = 500.0, kind: Star
 def test_how_the_last_life_ended_is_told_from_its_record(record: Start, expected: LastEnd) -> None:
     desk = Desk()
     desk.recorder.found([record])
-    own = desk.recorder.all()[-1]
+    own = desk.recorder.all(desk.now, desk.so_far())[-1]
     assert own.last_end is expected
     assert own.last_heard == record.heard
     assert own.before is not None
@@ -185,7 +198,7 @@ def test_without_any_record_it_is_the_first_start() -> None:
 def test_a_new_front_knows_from_the_supervisor_how_the_one_before_it_ended() -> None:
     desk = Desk(last_end=LastEnd.CRASHED)
     desk.recorder.found([earlier(ended=False, boot="another")])
-    own = desk.recorder.all()[-1]
+    own = desk.recorder.all(desk.now, desk.so_far())[-1]
     assert (own.kind, own.last_end) == (StartKind.FRONT, LastEnd.CRASHED)
     assert own.before is not None
 
@@ -195,7 +208,7 @@ def test_records_told_twice_are_told_once_and_in_order() -> None:
     one, two = earlier(ended=True, began=500.0), earlier(ended=True, began=700.0)
     desk.recorder.found([two, one])
     desk.recorder.found([one, two])
-    assert [start.began for start in desk.recorder.all()] == [500.0, 700.0, 1_000.0]
+    assert [start.began for start in desk.recorder.all(desk.now, desk.so_far())] == [500.0, 700.0, 1_000.0]
 
 
 def test_an_engine_that_comes_back_when_no_other_uses_its_group_is_a_start() -> None:
@@ -208,7 +221,7 @@ def test_an_engine_that_comes_back_when_no_other_uses_its_group_is_a_start() -> 
     desk.run(12.0)
     (engine,) = desk.engines
     assert engine.group == GROUP.hex()[:12]
-    assert [window.asked_tokens for window in engine.windows] == [5_000, 5_000]
+    assert [window.asked_tokens for window in engine.windows] == [5_000, 5_000, 2_000]
     assert engine.before is not None
     assert engine.before.begins >= 60.0
 

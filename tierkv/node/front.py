@@ -175,7 +175,7 @@ class Front:
             ),
             status=self._survey.status,
             usage=self._survey.usage,
-            starts=lambda request_id: StartsReply(id=request_id, starts=self._starts.all()),
+            starts=lambda request_id: StartsReply(id=request_id, starts=self._starts.all(self._now(), self._so_far())),
             opened=self._note_opened,
         )
         self._is_directory_gone = False

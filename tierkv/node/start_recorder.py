@@ -79,15 +79,18 @@ class _Open:
 
     def close_window(self, now: float, so_far: Window) -> None:
         """One that lasted longer than it should, as nobody looked, says so by its seconds."""
-        at = now - self.ready
+        self.start = self.with_open_window(now, so_far)
+        self.since, self.before = now - self.ready, so_far
+
+    def with_open_window(self, now: float, so_far: Window) -> Start:
+        """The record as it were if its window ended now."""
+        start, at = self.start, now - self.ready
+        if not start.is_ready or at <= self.since:
+            return start
         window = difference(so_far, self.before, self.since, at - self.since)
-        start = self.start
         if self.since < WINDOW_ENDS[-1]:
-            start = msgspec.structs.replace(start, windows=(*start.windows, window))
-        else:
-            start = msgspec.structs.replace(start, late=(*start.late, window)[-MAX_LATE:])
-        self.start = msgspec.structs.replace(start, heard=now)
-        self.since, self.before = at, so_far
+            return msgspec.structs.replace(start, windows=(*start.windows, window), heard=now)
+        return msgspec.structs.replace(start, late=(*start.late, window)[-MAX_LATE:], heard=now)
 
 
 class StartRecorder:
@@ -137,9 +140,10 @@ class StartRecorder:
         last_end = mine.last_end if self._knows_last_end else _how_it_ended(last, mine.boot)
         self._own.start = msgspec.structs.replace(mine, last_end=last_end, last_heard=last.heard, before=usual(last))
 
-    def all(self) -> tuple[Start, ...]:
-        """The oldest first, this one's own among them."""
-        known = [*self._earlier.values(), self._own.start, *(one.start for one in self._engines)]
+    def all(self, now: float, so_far: Window) -> tuple[Start, ...]:
+        """The oldest first, this one's own among them. Records that still get windows end with the one that is open,
+        as long as it is by now."""
+        known = [*self._earlier.values(), *(one.with_open_window(now, so_far) for one in self._open())]
         return tuple(sorted(known, key=lambda start: (start.began, start.number))[-MAX_TOLD:])
 
     # ---- this one
