@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ from tests.core.simulation import (
     split,
     stamps,
 )
+from tierkv.core.extent import Extent
 from tierkv.core.grants import (
     GRANTED,
     NO_ROOM,
@@ -52,6 +54,7 @@ from tierkv.core.grants import (
 )
 from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, TierHealth, Write, Zero
 from tierkv.core.journal import Account, Balances
+from tierkv.core.ledger import Departure
 from tierkv.core.pins import PinPhase, PinRefused
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant
 from tierkv.core.purges import MAX_REMEMBERED, PurgePhase
@@ -83,6 +86,7 @@ settings.register_profile(
 MAX_BLOCKS = 5
 # Prompts with a common beginning that branch after each block: a digit is a block.
 BRANCHES = ["00000", "00001", "00010", "00100", "01000", "10000"]
+EVICTED_FOR = {Reason.EVICTED, Reason.OPERATOR, Reason.EXPIRED}
 SEAL_AFTER = 5.0
 STAGED_SECONDS = 40.0
 WRITE_FAILURES = [Reason.IO_ERROR, Reason.DISK_FULL, Reason.READ_ONLY]
@@ -268,6 +272,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start_front(self) -> None:
         self.here = Incarnation(Arena(), [0] * (self.host_bytes // PAGE))
         self.state = CacheState(self.limits, self.here.generations)
+        self.watch_blocks()
         self.balances = Balances()
         self.worker = Worker(self.here.arena, self.disk)
         self.is_worker_up = False
@@ -293,6 +298,30 @@ class CacheMachine(RuleBasedStateMachine):
         self.limit_host()
         self.orphans = {extent.key for extent in self.state._ledger.tree if extent.is_orphan}
         self.damaged = self.pins_damaged = self.state.counts.damaged_extents.total()
+
+    def watch_blocks(self) -> None:
+        """Count what comes into the tree and what leaves it, each where it happens."""
+        ledger = self.state._ledger
+        self.came = sum(extent.num_blocks for extent in ledger.tree)
+        self.went: Counter[str] = Counter()  # blocks that no tier has any more, by reason
+        self.told: Counter[str] = Counter()  # of those, what was told as evicted
+        add, grow, cut = ledger.add_extent, ledger.grow_extent, ledger.cut_extent
+
+        def add_extent(extent: Extent, above: Extent | None, index: int) -> None:
+            self.came += extent.num_blocks
+            add(extent, above, index)
+
+        def grow_extent(extent: Extent, keys: bytes, slots: list[list[int]]) -> None:
+            before = extent.num_blocks
+            grow(extent, keys, slots)
+            self.came += extent.num_blocks - before
+
+        def cut_extent(extent: Extent, num_blocks: int, departure: Departure | None) -> None:
+            self.went[departure.reason if departure is not None else Reason.PURGED] += extent.num_blocks - num_blocks
+            cut(extent, num_blocks, departure)
+
+        for watched in (add_extent, grow_extent, cut_extent):
+            setattr(ledger, watched.__name__, watched)
 
     def recover(self, order: list[FileName] | None = None) -> None:
         resumed = self.disk.resume(Reason.IO_ERROR if self.number() % 3 == 0 else None)
@@ -353,6 +382,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert effect.to in ("nvme", "host", "dropped")
                 assert effect.blocks > 0
                 assert not self.is_pinned(effect.tier, effect.key), "pinned, and evicted"
+                assert effect.tokens == effect.blocks * self.state._ledger.groups[effect.group].block_tokens
+                self.told[effect.reason] += effect.blocks * (effect.to == "dropped")
                 if effect.tier == "nvme":
                     self.take_back(effect.group, effect.key)  # while the worker is away, nothing else tells of it
             elif not isinstance(effect, Dropped | NeverHit | Regretted):
@@ -1167,6 +1198,13 @@ class CacheMachine(RuleBasedStateMachine):
                 assert its_parent == parent, "a block behind another than its predecessor"
                 parent, tokens = key, tokens + its_tokens
             assert extent.tokens in (None, tokens)
+
+    @invariant()
+    def what_is_told_as_dropped_left_the_last_tier_and_nothing_is_told_twice(self) -> None:
+        resident = sum(extent.num_blocks for extent in self.state._ledger.tree)
+        assert self.came == resident + self.went.total()
+        evicted = {reason: blocks for reason, blocks in self.went.items() if reason in EVICTED_FOR and blocks}
+        assert evicted == {reason: blocks for reason, blocks in self.told.items() if blocks}
 
     @invariant()
     def eviction_leaves_no_orphans(self) -> None:

@@ -147,3 +147,32 @@ def test_blocks_that_are_nowhere_else_are_lost_and_say_so() -> None:
     assert preview.lost_tokens == preview.tokens == 8 * bench.prompt(0).block_tokens
     run(bench, "host", 4 * PAGE)
     assert gone(bench, "host") == listed(preview.victims)
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "for room"])
+def test_of_an_extent_that_is_partly_in_memory_each_block_is_dropped_once(by_hand: bool) -> None:
+    """Its tail leaves memory, its file goes, and what was still in memory goes last."""
+    bench = Bench(host_slots=8, nvme_bytes=1 << 22, extent_blocks=8)
+    prompt = bench.prompt(*range(8))
+    bench.store_durably(prompt)
+    run(bench, "host", 5 * PAGE)
+    if by_hand:
+        preview = bench.state.preview_eviction("nvme", 0, "", bench.now)
+        (state,) = run(bench, "nvme", 0)
+        assert [(one.to, one.first_token, one.blocks) for one in preview.victims] == [("dropped", 5, 3), ("host", 0, 5)]
+        assert preview.num_bytes == state.num_bytes
+        assert (preview.lost_tokens, state.lost_tokens, state.tokens, state.evictions) == (3, 3, 8, 1)
+    else:
+        (extent,) = bench.state._ledger.tree
+        bench.state._cascade.leave_nvme(extent, bench.now)
+        bench.absorb(bench.state.tick(bench.now))
+        bench.work()
+    assert bench.match(prompt) == (5, 5)
+    run(bench, "host", 2 * PAGE)
+    dropped = [one for one in bench.notices if isinstance(one, Evicted) and one.to == "dropped"]
+    assert [(one.tier, one.first_token, one.tokens) for one in dropped] == [("nvme", 5, 3), ("host", 2, 3)]
+    file = [one for one in bench.notices if isinstance(one, Evicted) and one.tier == "nvme"]
+    assert [(one.to, one.key, one.blocks) for one in file] == [
+        ("dropped", prompt.key(5), 3),
+        ("host", prompt.key(0), 5),
+    ]

@@ -80,6 +80,17 @@ def _is_below(rank: Rank | None, victim: Rank | None) -> bool:
     return rank is not None and victim is not None and rank < victim
 
 
+def parts_on_nvme(extent: Extent) -> Iterator[tuple[int, int, int, str]]:
+    """What becomes of the blocks of a file that goes: first, end, bytes of the file, and the tier where they still are.
+    The last ones first, which are nowhere else."""
+    stay, blocks = extent.host_blocks, extent.num_blocks
+    bytes_that_stay = extent.nvme_bytes * stay // blocks
+    if stay < blocks:
+        yield stay, blocks, extent.nvme_bytes - bytes_that_stay, "dropped"
+    if stay:
+        yield 0, stay, bytes_that_stay, "host"
+
+
 class Cascade:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -560,23 +571,25 @@ class Cascade:
         stays_in_host = victim.host_blocks
         ledger.counts.evicted_bytes["nvme", reason] += victim.nvme_bytes
         ledger.counts.evicted_blocks["nvme", reason] += victim.num_blocks
-        ledger.effects.append(
-            Evicted(
-                group=victim.group,
-                key=victim.key,
-                tier="nvme",
-                to="host" if stays_in_host == victim.num_blocks else "dropped",
-                blocks=victim.num_blocks,
-                num_bytes=victim.nvme_bytes,
-                reason=reason,
-                first_token=victim.first_token,
-                tokens=victim.num_blocks * ledger.group_of(victim).block_tokens,
-                created=victim.created,
-                last_used=victim.last_used,
-                hits=victim.hits,
-                value=ledger.nvme_order.value(victim, 0, now),
+        block_tokens = ledger.group_of(victim).block_tokens
+        for first, end, num_bytes, to in parts_on_nvme(victim):
+            ledger.effects.append(
+                Evicted(
+                    group=victim.group,
+                    key=victim.block_key(first),
+                    tier="nvme",
+                    to=to,
+                    blocks=end - first,
+                    num_bytes=num_bytes,
+                    reason=reason,
+                    first_token=victim.first_token + first * block_tokens,
+                    tokens=(end - first) * block_tokens,
+                    created=victim.created,
+                    last_used=victim.used_at(first),
+                    hits=victim.hits_at(first),
+                    value=ledger.nvme_order.value(victim, first, now),
+                )
             )
-        )
         victim.move(NvmeEvent.EVICT)
         victim.why_not_there = reason
         self._issue_removes(victim)

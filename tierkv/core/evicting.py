@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierkv.core.cascade import EVICTIONS_AT_A_TIME, Cascade
+from tierkv.core.cascade import EVICTIONS_AT_A_TIME, Cascade, parts_on_nvme
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
@@ -24,7 +24,8 @@ MAX_VICTIMS = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """What goes of one extent. `seconds` is what computing it again costs; 0.0 where it stays in another tier."""
+    """Blocks of one extent that go. All of them are still in tier `to`, or they are "dropped". `seconds` is what
+    computing them again costs; 0.0 where they stay in another tier."""
 
     group: bytes
     key: bytes
@@ -56,14 +57,16 @@ class EvictState:
     reason: Reason | None = None
     victims: list[Victim] = field(default_factory=list)
 
-    def add(self, victim: Victim) -> None:
+    def add(self, victims: list[Victim]) -> None:
+        """What goes of one extent at one time."""
         self.evictions += 1
-        self.blocks += victim.blocks
-        self.tokens += victim.tokens
-        self.num_bytes += victim.num_bytes
-        if victim.to == "dropped":
-            self.lost_tokens += victim.tokens
-            self.lost_seconds += victim.seconds
+        for victim in victims:
+            self.blocks += victim.blocks
+            self.tokens += victim.tokens
+            self.num_bytes += victim.num_bytes
+            if victim.to == "dropped":
+                self.lost_tokens += victim.tokens
+                self.lost_seconds += victim.seconds
 
 
 def used_bytes(ledger: Ledger, cascade: Cascade, tier: str) -> int:
@@ -85,11 +88,11 @@ def evict(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerprin
             break
         concerned = list(_with_parent(extent))  # when it has left the tree, nobody knows what it hung on
         if tier == "nvme":
-            state.add(there.victim_on_nvme(extent))
+            state.add(there.victims_on_nvme(extent))
             cascade.leave_nvme(extent, now, Reason.OPERATOR)
         else:
             remaining = there.remaining(extent, state.used_bytes - to_bytes)
-            state.add(there.victim_in_host(extent, remaining))
+            state.add([there.victim_in_host(extent, remaining)])
             cascade.leave_host(extent, remaining, now, Reason.OPERATOR)
         source.freed(concerned)
         state.used_bytes = used_bytes(ledger, cascade, tier)
@@ -106,17 +109,17 @@ def preview(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerpr
     source = _source(ahead, cascade, tier, fingerprint, now)
     try:
         while state.used_bytes > to_bytes:
-            if len(state.victims) == MAX_VICTIMS:
+            if len(state.victims) >= MAX_VICTIMS:
                 state.is_cut = True
                 break
             extent = source.take()
             if extent is None:
                 state.reason = Reason.NO_ROOM if tier == "host" or cascade.can_remove else Reason.READ_ONLY
                 break
-            victim = ahead.go(extent, tier, state.used_bytes - to_bytes)
-            state.add(victim)
-            state.victims.append(victim)
-            state.used_bytes -= victim.num_bytes
+            victims = ahead.go(extent, tier, state.used_bytes - to_bytes)
+            state.add(victims)
+            state.victims += victims
+            state.used_bytes -= sum(victim.num_bytes for victim in victims)
             source.freed(list(_with_parent(extent)))
     finally:
         for extent in ahead.touched:
@@ -165,9 +168,12 @@ class _There:
         num_bytes = gone * self.ledger.group_of(extent).slot_bytes
         return self._victim(extent, remaining, longest - remaining, num_bytes, to)
 
-    def victim_on_nvme(self, extent: Extent) -> Victim:
-        to = "host" if extent.host_blocks == extent.num_blocks else "dropped"
-        return self._victim(extent, 0, extent.num_blocks, extent.nvme_bytes, to)
+    def victims_on_nvme(self, extent: Extent) -> list[Victim]:
+        """Two where only the first blocks are in host memory as well."""
+        return [
+            self._victim(extent, first, end - first, num_bytes, to)
+            for first, end, num_bytes, to in parts_on_nvme(extent)
+        ]
 
     def _victim(self, extent: Extent, first: int, blocks: int, num_bytes: int, to: str) -> Victim:
         ledger = self.ledger
@@ -231,20 +237,20 @@ class _Ahead(_There):
         self.touched[extent] = None
         order.offer(extent, index)
 
-    def go(self, extent: Extent, tier: str, surplus: int) -> Victim:
+    def go(self, extent: Extent, tier: str, surplus: int) -> list[Victim]:
         self.touched[extent] = None
         if tier == "nvme":
-            victim = self.victim_on_nvme(extent)
+            victims = self.victims_on_nvme(extent)
             self._off_nvme.add(extent)
             if not extent.host_blocks:
                 self._gone.add(extent)
-            return victim
+            return victims
         remaining = self.remaining(extent, surplus)
         victim = self.victim_in_host(extent, remaining)
         self._remaining[extent] = remaining
         if not remaining and extent.nvme is not NvmeState.PRESENT:
             self._gone.add(extent)
-        return victim
+        return [victim]
 
 
 # ---- in which order
