@@ -148,7 +148,7 @@ def test_a_second_computation_counts_as_use_though_the_first_copy_was_evicted() 
     assert [notice.blocks for notice in bench.notices if isinstance(notice, Regretted)] == [2]
     finish(bench, twice)
     extent = bench.state._ledger.tree.heads[twice.key(0)]
-    assert extent.hits == 1
+    assert (extent.hits, extent.uses) == (0, 1)
     bench.tick(HOUR)
     bench.work()
     assert twice.key(0) in on_disk(bench)
@@ -260,7 +260,7 @@ def test_what_was_refused_is_known_when_it_is_asked_for_again_and_comes_in_then(
             bench.fill(wanted, ticket)
             bench.commit(ticket)
     assert bench.match(wanted) == (2, 2)
-    assert bench.state._ledger.tree.heads[wanted.key(0)].hits > 0
+    assert bench.state._ledger.tree.heads[wanted.key(0)].uses > 0
 
 
 def test_asking_for_what_was_refused_is_a_use_of_it_and_storing_it_then_is_none() -> None:
@@ -270,10 +270,10 @@ def test_asking_for_what_was_refused_is_a_use_of_it_and_storing_it_then_is_none(
     lease = bench.acquire(wanted)
     assert isinstance(lease, Lease)
     (ghost,) = bench.state._ledger.ghosts
-    assert (ghost.hits, ghost.asked) == (1, True)
+    assert (ghost.hits, ghost.uses, ghost.asked) == (0, 1, True)
     welcome_anything(bench)
     bench.store(wanted)
-    assert bench.state._ledger.tree.heads[wanted.key(0)].hits == 1
+    assert bench.state._ledger.tree.heads[wanted.key(0)].uses == 1
 
 
 def test_asking_for_room_again_at_once_is_no_second_use() -> None:
@@ -281,7 +281,7 @@ def test_asking_for_room_again_at_once_is_no_second_use() -> None:
     for _ in range(3):
         refused(bench, bench.prompt(50, 51))
     (ghost,) = bench.state._ledger.ghosts
-    assert (ghost.hits, ghost.asked) == (0, False)
+    assert (ghost.uses, ghost.asked) == (0, False)
 
 
 def test_while_there_is_room_nothing_is_refused() -> None:

@@ -171,6 +171,10 @@ def test_what_was_evicted_is_told_with_when_from_where_why_and_how_it_was_used()
     assert found.left == Left(tier="host", reason="evicted", at=gone, tokens=found.tokens, hits=1, last_used=used)
     assert found.tokens_by == {Absence.EVICTED: found.tokens}
     assert found.token + found.tokens == 8
+    bench.acquire(prompt)
+    (asked,) = ask(bench, last=1).asked
+    assert asked.left == found.left  # asking is no hit, and no use before it went
+    assert missing(bench, prompt).left == found.left
 
 
 def test_a_request_remembers_that_what_it_missed_had_been_evicted_though_it_is_stored_again() -> None:

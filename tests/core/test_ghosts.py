@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.core.simulation import Bench, split
+from tierkv.core.extent import Extent
 from tierkv.core.ghosts import Ghost, Ghosts
-from tierkv.core.grants import Lease, Regretted
+from tierkv.core.grants import Evicted, Lease, Regretted
 from tierkv.core.purge_scope import OfPrefix, OfTenant
 from tierkv.core.reasons import Reason
 from tierkv.core.value.cost import prefill_seconds
+from tierkv.core.value.kinds import kind_of_used
+from tierkv.core.value.reuse import Piece, Reuse
 
 GROUP = b"g" * 32
 KEYS = [bytes([number]) * 32 for number in range(20)]
@@ -25,6 +28,7 @@ def ghost_of(start: int, stop: int, *, hits: int = 0, group: bytes = GROUP) -> G
         block_tokens=16,
         hits=hits,
         last_used=1.0,
+        last_cached_use=1.0,
         evicted_at=2.0,
         tier="host",
         reason=Reason.EVICTED,
@@ -154,6 +158,52 @@ def test_asking_for_what_was_evicted_is_told_as_a_regret_with_what_it_costs() ->
     assert (regret.tier, regret.evicted_at) == ("host", 1005.0)
     assert bench.state.counts.regretted_tokens == {Reason.EVICTED: 1}
     bench.release(lease)
+
+
+def test_what_was_asked_for_in_vain_and_stored_again_has_no_hit_of_it_and_is_used_again_all_the_same() -> None:
+    bench = Bench(host_slots=2, nvme_bytes=0)
+    prompt, other = bench.prompt(1, 2), bench.prompt(3, 4)
+    for one in (prompt, other):
+        bench.tick(5.0)
+        bench.store(one)
+        bench.seal(one)
+    bench.tick(5.0)
+    lease = bench.acquire(prompt)
+    assert isinstance(lease, Lease)
+    assert lease.blocks == 0
+    bench.store(prompt)
+    bench.seal(prompt)
+    extent = bench.state._ledger.tree.heads[prompt.key(0)]
+    assert (extent.hits_at(0), extent.hits_at(1), extent.uses_at(0), extent.uses_at(1)) == (0, 0, 1, 1)
+    assert {extent.kind_at(0), extent.kind_at(1)} == {kind_of_used(1, 10.0)}
+    bench.release(bench.load(prompt))
+    assert (extent.hits, extent.uses, extent.kind) == (1, 2, kind_of_used(2, 0.0))
+    bench.notices.clear()
+    bench.tick(5.0)
+    bench.store(other)
+    evicted = [one for one in bench.notices if isinstance(one, Evicted)]
+    assert sum(one.blocks for one in evicted) == 2
+    assert {one.hits for one in evicted} == {1}
+
+
+def test_hits_of_an_extent_are_told_apart_where_its_tail_was_computed_again() -> None:
+    extent = Extent(group=GROUP, key=KEYS[0], parent=GROUP, first_token=0, ranks=1, created=0.0)
+    Reuse().grow(extent, [Piece(2, 1, 0, 5), Piece(3, 0, 1, 5)], 16, 1.0)
+    extent.num_blocks = 5
+    assert [extent.hits_at(index) for index in range(5)] == [1, 1, 0, 0, 0]
+    assert [extent.uses_at(index) for index in range(5)] == [1, 1, 1, 1, 1]
+    extent.touch(1, 2.0)
+    assert [extent.hits_at(index) for index in (0, 1)] == [2, 1]
+    extent.touch(5, 3.0)
+    assert (extent.hits_at(4), extent.uses_at(4)) == (3, 3)
+
+
+def test_of_more_histories_than_two_those_of_equal_worth_are_joined_with_the_fewer_hits() -> None:
+    extent = Extent(group=GROUP, key=KEYS[0], parent=GROUP, first_token=0, ranks=1, created=0.0)
+    found, computed, new = Piece(2, 1, 0, 5), Piece(3, 0, 1, 5), Piece(1, 0, 0, 2)
+    Reuse().grow(extent, [found, computed, new], 16, 1.0)
+    assert (extent.hot_blocks, extent.hits, extent.uses, extent.kind) == (5, 0, 1, 5)
+    assert (extent.tail_hits, extent.tail_misses, extent.tail_kind) == (0, 0, 2)
 
 
 def test_what_is_stored_again_is_no_ghost_any_more() -> None:

@@ -52,5 +52,5 @@ def find_left(ledger: Ledger, group: bytes, key: bytes) -> Left | None:
         at=ghost.evicted_at,
         tokens=ghost.tokens,
         hits=ghost.hits,
-        last_used=ghost.last_used,
+        last_used=ghost.last_cached_use,
     )

@@ -110,9 +110,9 @@ class Admission:
     def wait(self, extent: Extent, now: float) -> list[Extent]:
         """Have it written when the budget has room. Returns what is given up for it, or it itself: what was used once
         is worth none of a budget that is spent."""
-        if not extent.hits:
+        if not extent.uses:
             return [extent]
-        value = self._ledger.nvme_order.value(extent, 0, now) or self._ledger.seconds_per_byte(extent) * extent.hits
+        value = self._ledger.nvme_order.value(extent, 0, now) or self._ledger.seconds_per_byte(extent) * extent.uses
         number = self._known[extent] = next(self._numbers)  # replaces what it was worth before
         heapq.heappush(self._waiting, (-value, number, extent))
         self._due = self._due or self.budget.when(self._bytes_of(extent))

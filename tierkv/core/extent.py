@@ -72,8 +72,8 @@ class Doomed:
 class Extent:
     """`keys` are packed; `slots[rank]` are the host copies, from the first block on.
 
-    Two segments of use: blocks [0, hot_blocks) were last used at `last_used` and have `hits` and `kind`; the cold tail
-    behind them has its own.
+    Two segments of use: blocks [0, hot_blocks) were last used at `last_used` and have `hits`, `misses` and `kind`; the
+    cold tail behind them has its own. `hits` are leases that found them, `misses` uses while no tier had them.
     """
 
     __slots__ = (
@@ -97,6 +97,7 @@ class Extent:
         "last_append",
         "last_used",
         "longest_gap",
+        "misses",
         "num_blocks",
         "nvme",
         "nvme_bytes",
@@ -108,6 +109,7 @@ class Extent:
         "slots",
         "tail_hits",
         "tail_kind",
+        "tail_misses",
         "tail_used",
         "tokens",
         "why_not_there",
@@ -145,8 +147,10 @@ class Extent:
         self.tail_used = created
         self.hot_blocks = 0
         self.hits = 0
+        self.misses = 0
         self.kind = 0  # core/value/kinds.py
         self.tail_hits = 0
+        self.tail_misses = 0
         self.tail_kind = 0
         self.last_append = created
         self.longest_gap = 0.0
@@ -234,27 +238,36 @@ class Extent:
     def hits_at(self, index: int) -> int:
         return self.hits if index < self.hot_blocks else self.tail_hits
 
+    def misses_at(self, index: int) -> int:
+        return self.misses if index < self.hot_blocks else self.tail_misses
+
+    @property
+    def uses(self) -> int:
+        """Since its first blocks were new: hits, and what would have been one."""
+        return self.hits + self.misses
+
+    def uses_at(self, index: int) -> int:
+        return self.hits_at(index) + self.misses_at(index)
+
     def kind_at(self, index: int) -> int:
         return self.kind if index < self.hot_blocks else self.tail_kind
 
     def touch(self, blocks: int, now: float) -> None:
         """A hit that reached `blocks` blocks deep."""
         if blocks < self.hot_blocks:
-            self.tail_used, self.tail_hits, self.tail_kind = self.last_used, self.hits, self.kind
+            self._join_tail()
         gap = max(0.0, now - self.last_used)
         self.hot_blocks = blocks
         self.last_used = now
         self.hits += 1
-        self.kind = kind_of_used(self.hits, gap)
+        self.kind = kind_of_used(self.uses, gap)
         if blocks >= self.num_blocks:
-            self.tail_used, self.tail_hits, self.tail_kind = now, self.hits, self.kind
+            self._join_tail()
 
-    def use_segments(self, hot_blocks: int, hits: int, kind: int, tail_hits: int, tail_kind: int, now: float) -> None:
-        """Both segments are in use now, and it is no hit."""
-        self.hot_blocks = hot_blocks
-        self.hits, self.kind = hits, kind
-        self.tail_hits, self.tail_kind = tail_hits, tail_kind
-        self.last_used = self.tail_used = now
+    def _join_tail(self) -> None:
+        """The tail has the history of the head."""
+        self.tail_used, self.tail_kind = self.last_used, self.kind
+        self.tail_hits, self.tail_misses = self.hits, self.misses
 
 
 def _no_slots(ranks: int) -> tuple[tuple[int, ...], ...]:

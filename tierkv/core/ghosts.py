@@ -23,7 +23,8 @@ SAME_USE_SECONDS = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ghost:
     """Consecutive blocks of one prefix, `key` that of the first, `keys` packed those of all. `tier` is the last that
-    had them. `hits`, `kind` and `last_used` are theirs; to be asked for (`asked`, since they went) is a use."""
+    had them. `hits` and `last_cached_use` are as they were when they went. To be asked for (`asked`, since then) is a
+    use as well: it counts in `misses` and `last_used`, and `kind` is that of the last use."""
 
     group: bytes
     key: bytes
@@ -32,7 +33,9 @@ class Ghost:
     first_token: int
     block_tokens: int
     hits: int
+    misses: int = 0
     last_used: float
+    last_cached_use: float
     evicted_at: float
     tier: str
     reason: Reason
@@ -42,6 +45,10 @@ class Ghost:
     @property
     def tokens(self) -> int:
         return self.blocks * self.block_tokens
+
+    @property
+    def uses(self) -> int:
+        return self.hits + self.misses
 
     def is_of_this_use(self, now: float) -> bool:
         """Whether who stores its blocks at `now` is who asked for them, or was just refused them: no further use."""
@@ -60,8 +67,17 @@ class Ghost:
 
     def is_like(self, other: Ghost) -> bool:
         """Whether both went for the same reason, after the same use: what is evicted block by block is one story."""
-        mine = (self.group, self.hits, self.kind, self.last_used, self.asked, self.tier, self.reason)
-        its = (other.group, other.hits, other.kind, other.last_used, other.asked, other.tier, other.reason)
+        mine = (self.group, self.hits, self.misses, self.kind, self.last_used, self.asked, self.tier, self.reason)
+        its = (
+            other.group,
+            other.hits,
+            other.misses,
+            other.kind,
+            other.last_used,
+            other.asked,
+            other.tier,
+            other.reason,
+        )
         return mine == its
 
 

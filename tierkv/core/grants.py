@@ -133,8 +133,10 @@ class SealReady:
 class Evicted:
     """Blocks of an extent left a tier; `to` is the tier where they still are, or "dropped".
 
-    `key` and `first_token` are of the first block that went; `created` is of its extent. `value` is what
-    the order in force ranked it by: seconds saved per byte and second, 0.0 where it ranks by something else."""
+    `key` and `first_token` are of the first block that went; `created` is of its extent; `hits` are leases that found
+    it. A file of which the first blocks are in memory is told in two parts: a block is "dropped" once, with the last
+    tier that had it. `value` is what the order in force ranked it by: seconds saved per byte and second, 0.0 where it
+    ranks by something else."""
 
     group: bytes
     key: bytes
@@ -225,13 +227,13 @@ class Segment:
     blocks: int
 
 
-def hit_blocks(path: list[Segment]) -> int:
-    """Up to where blocks of the path have ever been hit."""
+def reused_blocks(path: list[Segment]) -> int:
+    """Up to where blocks of the path have ever been used again."""
     for segment in reversed(path):
         extent = segment.extent
-        if extent.tail_hits and segment.blocks > extent.hot_blocks:
+        if (extent.tail_hits or extent.tail_misses) and segment.blocks > extent.hot_blocks:
             return segment.start + segment.blocks
-        if extent.hits:
+        if extent.uses:
             return segment.start + min(segment.blocks, extent.hot_blocks)
     return 0
 

@@ -84,6 +84,7 @@ class Offered:
                     block_tokens=group.block_tokens,
                     hits=0,
                     last_used=self._now,
+                    last_cached_use=self._now,
                     evicted_at=self._now,
                     tier="host",
                     reason=Reason.WORTH_LESS,
@@ -105,7 +106,7 @@ class Offered:
         if index >= self._starts[at] + ghost.blocks:
             return self._kind_of_new
         return (
-            ghost.kind if ghost.is_of_this_use(self._now) else kind_of_used(ghost.hits + 1, self._now - ghost.last_used)
+            ghost.kind if ghost.is_of_this_use(self._now) else kind_of_used(ghost.uses + 1, self._now - ghost.last_used)
         )
 
 

@@ -20,8 +20,8 @@ from tierkv.core.grants import (
     Refused,
     Reservation,
     TicketState,
-    hit_blocks,
     path_blocks,
+    reused_blocks,
 )
 from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, count_keys, split_keys
 from tierkv.core.ledger import Ledger
@@ -88,7 +88,7 @@ class Tickets:
         ledger.counts.duplicate_blocks += states.count(PRESENT) + states.count(PENDING)
         if len(frozenset(missing_keys)) < len(missing_keys):  # no chain of digests repeats itself
             return Refused(Reason.KEY_MISMATCH)
-        suffix_tokens = (count_keys(keys) - hit_blocks(path)) * shape.block_tokens
+        suffix_tokens = (count_keys(keys) - reused_blocks(path)) * shape.block_tokens
         # The prefix of what is being stored is not its own victim.
         for segment in path:
             ledger.hold(segment.extent, grant, segment.blocks)

@@ -28,7 +28,7 @@ class AdaptiveReplacement:
 
     def offer(self, extent: Extent, index: int) -> None:
         self.withdraw(extent)
-        queue = self._again if extent.hits_at(index) else self._once
+        queue = self._again if extent.uses_at(index) else self._once
         self._sizes[extent] = queue, index + 1
         self._blocks[queue] += index + 1
         queue.offer(extent, index)
@@ -72,7 +72,7 @@ class AdaptiveReplacement:
         return 0.0
 
     def regretted(self, ghost: Ghost) -> None:
-        mine, other = (self._again, self._once) if ghost.hits else (self._once, self._again)
+        mine, other = (self._again, self._once) if ghost.uses else (self._once, self._again)
         step = ghost.blocks * max(1.0, self._gone[other] / max(1, self._gone[mine]))
         self._gone[mine] = max(0, self._gone[mine] - ghost.blocks)
         if mine is self._once:

@@ -1,6 +1,6 @@
 """Greedy dual size frequency: uses x cost / bytes, above a clock that rises to what each victim had.
 
-H = clock + (hits + 1) x seconds saved per byte. One clock for all orders of a cache, so that their ranks compare.
+H = clock + (uses again + 1) x seconds saved per byte. One clock for all orders of a cache, so that their ranks compare.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class GreedyDual(FixedOrder):
         self._savings = savings
 
     def key(self, extent: Extent, index: int) -> float:
-        return self._clock.value + (extent.hits_at(index) + 1) * self._savings.seconds_per_byte_at(extent, index)
+        return self._clock.value + (extent.uses_at(index) + 1) * self._savings.seconds_per_byte_at(extent, index)
 
     def pop(self, now: float) -> Extent | None:
         rank = self.cheapest(now)

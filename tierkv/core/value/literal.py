@@ -31,7 +31,7 @@ class TokensTimesRate(FixedOrder):
 
     def _note_use(self, extent: Extent, index: int) -> None:
         used = extent.used_at(index)
-        before, uses = self._uses.get(extent, (used, 1.0 + extent.hits_at(index)))
+        before, uses = self._uses.get(extent, (used, 1.0 + extent.uses_at(index)))
         if used > before:
             uses = 1 + uses * 2 ** ((before - used) / HALF_LIFE_SECONDS)
         self._uses[extent] = used, uses

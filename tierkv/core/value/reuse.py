@@ -2,7 +2,7 @@
 
 Each block that is cached or remembered waits in exactly one kind, since exactly one time: those of its segment.
 
-    stored -> waits -> used -> waits ...      an extent's head and its cold tail, each with hits and kind
+    stored -> waits -> used -> waits ...      an extent's head and its cold tail, each with uses and kind
                     -> evicted -> asked for   a ghost goes on waiting; asking for it is a use like any other
                     -> forgotten, purged
 """
@@ -10,7 +10,7 @@ Each block that is cached or remembered waits in exactly one kind, since exactly
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from tierkv.core.extent import Extent
@@ -26,7 +26,12 @@ class Piece:
 
     blocks: int
     hits: int
+    misses: int
     kind: int
+
+    @property
+    def uses(self) -> int:
+        return self.hits + self.misses
 
 
 class Reuse:
@@ -56,11 +61,10 @@ class Reuse:
 
     def asked_for(self, ghost: Ghost, now: float) -> Ghost:
         """Evicted blocks are asked for. What to remember of them from here on."""
-        hits = ghost.hits + 1
         self._end_ghost(ghost, now)
-        kind = kind_of_used(hits, now - ghost.last_used)
+        kind = kind_of_used(ghost.uses + 1, now - ghost.last_used)
         self.hazards.begin(kind, now, ghost.tokens / TOKENS_OF_A_UNIT)
-        return replace(ghost, hits=hits, kind=kind, last_used=now, asked=True)
+        return replace(ghost, misses=ghost.misses + 1, kind=kind, last_used=now, asked=True)
 
     def pieces(self, blocks: int, suffix_tokens: int, claimed: list[Stretch], now: float) -> list[Piece]:
         """The histories of a run of blocks that is stored, of which some were known. What `asked_for` has counted as a
@@ -70,7 +74,7 @@ class Reuse:
         for stretch in [*claimed, None]:
             start = stretch.start if stretch is not None else blocks
             if start > at:
-                pieces.append(Piece(start - at, 0, kind_of_new(suffix_tokens)))
+                pieces.append(Piece(start - at, 0, 0, kind_of_new(suffix_tokens)))
             if stretch is not None:
                 pieces.append(self._claim(stretch.ghost, now))
                 at = start + stretch.ghost.blocks
@@ -79,9 +83,10 @@ class Reuse:
     def _claim(self, ghost: Ghost, now: float) -> Piece:
         if ghost.is_of_this_use(now):
             self.hazards.withdraw(ghost.kind, ghost.last_used, ghost.tokens / TOKENS_OF_A_UNIT)
-            return Piece(ghost.blocks, ghost.hits, ghost.kind)
+            return Piece(ghost.blocks, ghost.hits, ghost.misses, ghost.kind)
         self._end_ghost(ghost, now)
-        return Piece(ghost.blocks, ghost.hits + 1, kind_of_used(ghost.hits + 1, now - ghost.last_used))
+        kind = kind_of_used(ghost.uses + 1, now - ghost.last_used)
+        return Piece(ghost.blocks, ghost.hits, ghost.misses + 1, kind)
 
     def grow(self, extent: Extent, pieces: list[Piece], block_tokens: int, now: float) -> None:
         """`pieces` are appended to what the extent has; all of it is in use now. An extent has two segments: of more
@@ -91,14 +96,19 @@ class Reuse:
         there = []
         if hot:
             self.hazards.withdraw(extent.kind, extent.last_used, hot * unit)
-            there.append(Piece(hot, extent.hits, extent.kind))
+            there.append(Piece(hot, extent.hits, extent.misses, extent.kind))
         if cold:
             self.hazards.withdraw(extent.tail_kind, extent.tail_used, cold * unit)
-            there.append(Piece(cold, extent.tail_hits, extent.tail_kind))
-        joined = _join([*there, *pieces])
+            there.append(Piece(cold, extent.tail_hits, extent.tail_misses, extent.tail_kind))
+        joined = _join([*there, *pieces], _is_equal)
+        if len(joined) > 2:
+            joined = _join(joined, _is_equal_in_worth)
         head, tail = joined[0], joined[-1]
         tail_blocks = sum(piece.blocks for piece in joined[1:])
-        extent.use_segments(head.blocks, head.hits, head.kind, tail.hits, tail.kind, now)
+        extent.hot_blocks = head.blocks
+        extent.hits, extent.misses, extent.kind = head.hits, head.misses, head.kind
+        extent.tail_hits, extent.tail_misses, extent.tail_kind = tail.hits, tail.misses, tail.kind
+        extent.last_used = extent.tail_used = now
         self.hazards.begin(head.kind, now, head.blocks * unit)
         if tail_blocks:
             self.hazards.begin(tail.kind, now, tail_blocks * unit)
@@ -134,13 +144,23 @@ class Reuse:
         self.hazards.begin(new_kind, new_used, units)
 
 
-def _join(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours with one history. Blocks never hit are of one suffix, whose length the last of them knows best."""
+def _is_equal(one: Piece, other: Piece) -> bool:
+    return one.hits == other.hits and _is_equal_in_worth(one, other)
+
+
+def _is_equal_in_worth(one: Piece, other: Piece) -> bool:
+    """Blocks never used again are of one suffix, whose length the last of them knows best."""
+    return one.uses == other.uses and (one.kind == other.kind or not other.uses)
+
+
+def _join(pieces: list[Piece], is_one: Callable[[Piece, Piece], bool]) -> list[Piece]:
+    """Neighbours with one history; where they differ in hits, with the fewer ones."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if last is not None and last.hits == piece.hits and (last.kind == piece.kind or not piece.hits):
-            joined[-1] = Piece(last.blocks + piece.blocks, piece.hits, piece.kind)
+        if last is not None and is_one(last, piece):
+            hits = min(last.hits, piece.hits)
+            joined[-1] = Piece(last.blocks + piece.blocks, hits, piece.uses - hits, piece.kind)
         else:
             joined.append(piece)
     return joined
