@@ -141,6 +141,7 @@ class TraceUnreadable(TierkvError):
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
+        self.problem = problem
 
 
 class BrokenInvariant(TierkvError):

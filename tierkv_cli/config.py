@@ -13,8 +13,9 @@ from tierkv_cli.options import Where, json_option, where_options
 def command(*, where: Where, as_json: bool) -> None:
     """Show the settings in force and where each came from.
 
-    These are the settings that `tierkv serve` would have with the same options, file and environment. A setting comes
-    from an option, a TIERKV_ variable, the file (with its line), or is the default.
+    These are the settings that `tierkv serve` would have with the same file and environment, and with those of its
+    options that are taken here too: --data-dir, --socket-dir and --config. A setting comes from an option, a TIERKV_
+    variable, the file (with its line), or is the default.
     """
     from tierkv.config.words import format_value
     from tierkv_cli.output import console, print_json, table

@@ -62,9 +62,11 @@ class Address:
 
 
 def parse_address(url: str, api_key: str = "") -> Address:
-    """With or without the /v1 at its end. Raises ValueError that says what is wrong."""
+    """With or without the /v1 at its end; http where it says a port and nothing before the host. Raises ValueError that
+    says what is wrong."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    is_a_word = "://" not in url and parts.netloc.endswith(parts.hostname or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname or is_a_word:
         raise ValueError(f"{url!r} is no address of an engine; write one like http://localhost:8000")
     port = parts.port  # ValueError when it is out of range
     base = parts.path.rstrip("/")

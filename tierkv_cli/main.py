@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -49,6 +50,10 @@ COMMANDS = {
 INTERRUPTED = 130
 
 
+class ReaderGone(Exception):
+    """Nobody reads our output any more."""
+
+
 class LateGroup(click.Group):
     """A group that knows the names of its commands and imports one when it is called."""
 
@@ -60,6 +65,13 @@ class LateGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(f"tierkv_cli.{cmd_name}").command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Of a pipe that breaks click would make an exit code of its own."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -102,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
         if show_traceback:
             raise
         return _complain(str(error) + _hint(error), error.exit_code)
-    except BrokenPipeError:  # whoever read our output has seen enough, as in `tierkv du | head`
+    except (BrokenPipeError, ReaderGone):  # whoever read our output has seen enough, as in `tierkv du | head`
         _drop_output()
         return 141  # 128 + SIGPIPE
     except OSError as error:

@@ -146,6 +146,23 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert done.stderr == ""
 
 
+def test_a_reader_that_goes_away_while_a_command_writes_is_no_error_either():
+    program = (
+        "import click, sys, tierkv_cli.main as m\n"
+        "from tierkv_cli import config\n"
+        "def flush(**_):\n"
+        "    click.echo('x')\n"
+        "    sys.stdout.flush()\n"
+        "config.command.callback = flush\n"
+        "m.main()"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = python(program, "config", stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_main_exits_with_the_code(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tierkv", "dz"])
     with pytest.raises(SystemExit) as caught:

@@ -103,7 +103,7 @@ def test_an_address_may_have_its_v1_or_not(said, url):
 
 
 def test_what_is_no_address_is_exit_code_2(tierkv, node, prompts):
-    for wrong in ("ftp://host", "http://", "http://host:99999999"):
+    for wrong in ("ftp://host", "http://", "foo", "foo/v1", "http://host:99999999"):
         assert tierkv("warmup", "--prompts", str(prompts), "--engine", wrong).code == 2
 
 

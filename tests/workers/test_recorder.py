@@ -123,7 +123,19 @@ def test_a_damaged_line_that_others_depend_on_is_said(recording: Recording, path
     recording.close()
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([*lines[:2], lines[2][:20], *lines[3:]]))
-    with pytest.raises(TraceUnreadable, match="line 3"):
+    with pytest.raises(TraceUnreadable, match=r'line 3.* remove it and all behind it up to the next line .*"begun"'):
+        read(path)
+    path.write_bytes(b"\n".join([*lines[:2], b"", lines[2][:20], *lines[:3]]))
+    assert len(read(path).steps) == 1, "a line that was torn by a crash is left out"
+
+
+def test_a_damaged_line_of_the_older_file_is_looked_for_there(recording: Recording, path: Path) -> None:
+    record(recording, asked("ab"), asked("abc"))
+    recording.close()
+    older = path.with_name("requests.jsonl.1")
+    lines = path.read_bytes().splitlines()
+    older.write_bytes(b"\n".join([lines[0], b"{", *lines[1:]]))
+    with pytest.raises(TraceUnreadable, match=r"requests\.jsonl\.1: line 2"):
         read(path)
 
 

@@ -23,33 +23,42 @@ def read(path: Path, lines: list[Line], _options: ReadOptions) -> Trace:
     """The older of the two files that a recording has is read first, where it is there."""
     recorded = _Recorded(path)
     older = path.with_name(path.name + ".1")
-    for line in [*(read_lines(older) if older.exists() else ()), *lines]:
-        recorded.take(line)
+    if older.exists():
+        for line in read_lines(older):
+            recorded.take(older, line)
+    for line in lines:
+        recorded.take(path, line)
     return recorded.trace()
 
 
 class _Recorded:
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = self._file = self._torn_file = path
         self._builder = TraceBuilder()
         self._groups: dict[bytes, int] = {}
         self._before: dict[tuple[bytes, bytes], bytes] = {}  # of a group's block, the key of the one before; or empty
         self._torn: TraceUnreadable | None = None
 
-    def take(self, line: Line) -> None:
+    def take(self, path: Path, line: Line) -> None:
         """A line that a crash has torn is the last of the file, or of what was written before the next start."""
+        self._file = path
         try:
-            found = decode(self._path, line, _DECODER)
+            found = decode(path, line, _DECODER)
         except TraceUnreadable as error:
-            self._torn = self._torn or error
+            if self._torn is None:
+                self._torn, self._torn_file = error, path
             return
         if self._torn is not None and not isinstance(found, Begun):
-            raise self._torn
+            raise TraceUnreadable(
+                self._torn_file,
+                f"{self._torn.problem}; what follows builds on it: remove it and all behind it up to the next line "
+                'with "line":"begun", or to the end, and the rest can be read',
+            )
         self._torn = None
         match found:
             case Begun(format=version):
                 if version != recording.FORMAT:
-                    raise TraceUnreadable(self._path, f"line {line.number}: format {version} is of another release")
+                    raise TraceUnreadable(self._file, f"line {line.number}: format {version} is of another release")
                 self._before.clear()
             case Group() as group:
                 if group.group not in self._groups:
@@ -61,7 +70,7 @@ class _Recorded:
     def _happened(self, line: Line, happened: Asked | Stored) -> None:
         number = self._groups.get(happened.group)
         if number is None:
-            raise TraceUnreadable(self._path, f"line {line.number}: its group was not told of before")
+            raise TraceUnreadable(self._file, f"line {line.number}: its group was not told of before")
         ids = self._chain(line, happened)
         verb = Verb.ASK if isinstance(happened, Asked) else Verb.STORE
         tokens = happened.blocks * self._builder.groups[number].block_tokens
@@ -75,7 +84,7 @@ class _Recorded:
             known.append(key)
             before = self._before.get((happened.group, key))
             if before is None:
-                raise TraceUnreadable(self._path, f"line {line.number}: block {key.hex()} was not told of before")
+                raise TraceUnreadable(self._file, f"line {line.number}: block {key.hex()} was not told of before")
             key = before
         known.reverse()
         key = happened.after
@@ -84,7 +93,7 @@ class _Recorded:
             key = following
             known.append(key)
         if len(known) != happened.blocks:
-            raise TraceUnreadable(self._path, f"line {line.number}: {happened.blocks} blocks, keys of {len(known)}")
+            raise TraceUnreadable(self._file, f"line {line.number}: {happened.blocks} blocks, keys of {len(known)}")
         return known
 
     def trace(self) -> Trace:
