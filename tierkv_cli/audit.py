@@ -62,17 +62,17 @@ def command(*, where: Where, resolve: int | None, resolution: str | None, shows_
 
 def run(where: Where, resolve: int, resolution: str) -> AuditReply:
     from tierkv_cli.progress import Meter
-    from tierkv_cli.reach import operator, wait_ready
+    from tierkv_cli.reach import operator, or_silent, wait_ready
 
-    with Meter("audit") as meter:
-        with operator(where) as node:
-            if node.is_connected() or where.endpoint is not None:
-                wait_ready(node, meter)
-                return _last(node.audit(resolve=resolve, resolution=resolution), meter)
+    with Meter("audit") as meter, operator(where) as node:
+        if node.is_connected() or where.endpoint is not None:
+            wait_ready(node, meter)
+            return _last(node.audit(resolve=resolve, resolution=resolution), meter)
 
         from tierkv_cli.offline_journal import audit_offline
 
-        return _last(audit_offline(where.settings().settings, resolve=resolve, resolution=resolution), meter)
+        with or_silent(node):
+            return _last(audit_offline(where.settings().settings, resolve=resolve, resolution=resolution), meter)
 
 
 def _last(steps: Iterator[AuditReply], meter: object) -> AuditReply:

@@ -80,7 +80,7 @@ def read(where: Where, seconds: float, by: str) -> EvictionsReply:
     """From the node, or from its data directory when there is none. A node that was named by its endpoint alone must be
     there."""
     from tierkv_cli.progress import Meter
-    from tierkv_cli.reach import operator, wait_ready
+    from tierkv_cli.reach import operator, or_silent, wait_ready
 
     with operator(where) as node:
         if node.is_connected() or where.endpoint is not None:
@@ -89,9 +89,10 @@ def read(where: Where, seconds: float, by: str) -> EvictionsReply:
             *_, report = node.evictions(seconds=seconds, by_prefix=by == "prefix")
             return report
 
-    from tierkv_cli.offline_journal import evictions_offline
+        from tierkv_cli.offline_journal import evictions_offline
 
-    return evictions_offline(where.settings().settings, seconds, by_prefix=by == "prefix")
+        with or_silent(node):
+            return evictions_offline(where.settings().settings, seconds, by_prefix=by == "prefix")
 
 
 def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tierkv_cli.options import Where
@@ -25,6 +27,24 @@ def operator(where: Where) -> Operator:
     from tierkv.client import connect_operator
 
     return connect_operator(where.socket_directory(), timeout_seconds=REACH_SECONDS)
+
+
+@contextmanager
+def or_silent(node: Operator) -> Iterator[None]:
+    """The data directory is used in here, without the node. When somebody has its lock, and that is a node which does
+    not answer, NodeSilent is raised in place of DataDirectoryInUse."""
+    from tierkv.errors import DataDirectoryInUse, NodeSilent, NodeUnreachable
+
+    try:
+        yield
+    except DataDirectoryInUse:
+        try:
+            node.status()
+        except NodeSilent:
+            raise
+        except NodeUnreachable:
+            pass  # another node has it, or this one is just starting
+        raise
 
 
 def wait_ready(node: Operator, meter: Meter) -> None:

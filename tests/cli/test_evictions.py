@@ -9,6 +9,9 @@ from rich.console import Console
 
 from tierkv.core.eviction_report import Bucket, EvictionLine
 from tierkv.core.instructions import Difference, GroupCount
+from tierkv.errors import NodeSilent, NodeUnreachable
+from tierkv.node.lock import lock_data_directory
+from tierkv.storage.directory import DataDirectory
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
 from tierkv_cli.eviction_view import add_up
 from tierkv_cli.evictions import view
@@ -149,6 +152,27 @@ def test_nobody_is_there_and_no_directory_was_named(tierkv, node, journal):
     node.is_there = False
     assert tierkv("evictions", "--endpoint", "/nowhere").code == 5
     assert tierkv("audit", "--endpoint", "/nowhere").code == 5
+
+
+@pytest.mark.parametrize("command", ["evictions", "audit"])
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (NodeSilent("the node at /run/x is there but does not answer"), 5, "is there but does not answer"),
+        (NodeUnreachable("no node answers at /run/x: nothing there"), 3, "in use by another node"),
+    ],
+)
+def test_a_directory_of_a_node_that_is_silent_is_not_put_down_to_another(
+    tierkv, node, journal, tmp_path, command, error, code, words
+):
+    def status():
+        raise error
+
+    DataDirectory.open(tmp_path / "data").close()
+    node.is_there, node.status = False, status
+    with lock_data_directory(tmp_path / "data", 0.0):
+        outcome = tierkv(command, "--data-dir", str(tmp_path / "data"))
+    assert (outcome.code, words in outcome.err) == (code, True)
 
 
 # ---- audit
