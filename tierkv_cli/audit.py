@@ -40,13 +40,15 @@ def command(*, where: Where, resolve: int | None, resolution: str | None, shows_
 
     if (resolve is None) != (not (resolution or "").strip()):
         raise click.UsageError("say --resolve ID and --as TEXT together", click.get_current_context(silent=True))
+    if not (resolution or "").isprintable():
+        raise click.UsageError("--as takes one line of text", click.get_current_context(silent=True))
     try:
         reply = run(where, resolve or 0, (resolution or "").strip())
     except KeyboardInterrupt:
         click.echo("tierkv: interrupted before its end; nothing is lost by that", err=True)
         return INCOMPLETE
     if not reply.known:
-        click.echo(f"tierkv: there is no difference {resolve}", err=True)
+        click.echo(f"tierkv: {_not_known(reply, resolve)}", err=True)
         return INCOMPLETE
     is_open = [row for row in reply.table if row.is_open]
     if as_json:
@@ -60,6 +62,15 @@ def command(*, where: Where, resolve: int | None, resolution: str | None, shows_
     return INCOMPLETE if is_open or reply.problem else 0
 
 
+def _not_known(reply: AuditReply, number: int | None) -> str:
+    from tierkv_cli.output import at, printable
+
+    for row in reply.table:
+        if row.number == number:
+            return f"difference {number} was resolved {at(row.resolved_at)}: {printable(row.resolution)}"
+    return f"there is no difference {number}"
+
+
 def run(where: Where, resolve: int, resolution: str) -> AuditReply:
     from tierkv_cli.progress import Meter
     from tierkv_cli.reach import operator, or_silent, wait_ready
@@ -71,7 +82,7 @@ def run(where: Where, resolve: int, resolution: str) -> AuditReply:
 
         from tierkv_cli.offline_journal import audit_offline
 
-        with or_silent(node):
+        with or_silent(where):
             return _last(audit_offline(where.settings().settings, resolve=resolve, resolution=resolution), meter)
 
 
@@ -105,7 +116,7 @@ def as_object(reply: AuditReply) -> dict[str, object]:
 
 def view(reply: AuditReply, *, shows_all: bool, was_counted: bool) -> Iterator[RenderableType]:
     from tierkv.config.sizes import human_size
-    from tierkv_cli.output import at, count, table
+    from tierkv_cli.output import at, count, printable, table
 
     if was_counted:
         files = sum(group.files for group in reply.groups)
@@ -129,7 +140,7 @@ def view(reply: AuditReply, *, shows_all: bool, was_counted: bool) -> Iterator[R
                 human_size(row.booked_bytes),
                 human_size(row.counted_bytes),
                 _signed(row.counted_bytes - row.booked_bytes),
-                row.resolution,
+                printable(row.resolution),
             )
         yield rows
     is_open = sum(row.is_open for row in reply.table)
@@ -140,8 +151,10 @@ def view(reply: AuditReply, *, shows_all: bool, was_counted: bool) -> Iterator[R
 
 
 def _what(row: Difference) -> str:
+    from tierkv_cli.output import printable
+
     if row.path:
-        return f"{row.what}: {row.path}"
+        return f"{row.what}: {printable(row.path)}"
     return f"{row.what} of group {row.group[:12]}" if row.group else row.what
 
 

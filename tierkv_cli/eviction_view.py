@@ -151,10 +151,13 @@ def _unknown(line: EvictionLine) -> str:
 def advice(report: EvictionsReply) -> str:
     """One line: what the figures of this span say about capacity."""
     from tierkv.config.sizes import human_size
-    from tierkv_cli.output import duration
+    from tierkv_cli.output import at, duration
 
     seen = total(report.lines)
     seconds = max(report.until - report.since, 1.0)
+    if not seen.evictions and not seen.regrets and (report.lacks or report.damaged or report.not_written):
+        since = at(report.since)
+        return f"No eviction is in the journal, which tells since {since} and lacks rows: there may have been some."
     if not seen.evictions and not seen.regrets:
         return f"Nothing was evicted in {duration(seconds)}: there is room for all that was stored."
     if not seen.dropped_tokens and not seen.regrets:

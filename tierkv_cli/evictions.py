@@ -91,7 +91,7 @@ def read(where: Where, seconds: float, by: str) -> EvictionsReply:
 
         from tierkv_cli.offline_journal import evictions_offline
 
-        with or_silent(node):
+        with or_silent(where):
             return evictions_offline(where.settings().settings, seconds, by_prefix=by == "prefix")
 
 
@@ -109,6 +109,7 @@ def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, o
         "in_memory": report.in_memory,
         "damaged_rows": report.damaged,
         "not_written_rows": report.not_written,
+        "lacks": list(report.lacks),
         "advice": advice(report),
     }
 
@@ -208,6 +209,8 @@ def notes(report: EvictionsReply) -> Iterator[str]:
         yield f"this node has no data directory; it keeps the last evictions in memory, since {at(report.since)}"
     if report.damaged:
         yield f"{report.damaged:,} damaged rows of the journal were skipped"
+    for words in report.lacks:
+        yield f"the sums are too low: {words}"
     if report.not_written:
         reasons = ", ".join(f"{rows:,} for {reason}" for reason, rows in sorted(report.not_written.items()))
         yield f"rows are missing, which could not be written: {reasons}"

@@ -47,8 +47,11 @@ def evictions_offline(settings: Settings, seconds: float, *, by_prefix: bool) ->
                 directory, max_bytes=settings.journal_bytes, max_age_seconds=1e12, now=now, read_only=True
             )
             if journal.is_new:
-                return EvictionsReply(id=0, finished=True, problem="this data directory has no journal yet")
-            since = max(now - seconds, journal.begins())
+                problem = "this data directory has no journal yet"
+                if journal.losses:
+                    problem = f"the journal can't be used: {'; '.join(journal.losses)}"
+                return EvictionsReply(id=0, finished=True, problem=problem)
+            since = max(now - seconds, journal.begins() or now)  # of nothing that is kept nothing is told
             report = summarize(journal.rows(since, scan), since, now, by_prefix=by_prefix)
         except (StorageError, UnknownFormat) as error:
             return EvictionsReply(id=0, finished=True, problem=str(error))
@@ -62,6 +65,7 @@ def evictions_offline(settings: Settings, seconds: float, *, by_prefix: bool) ->
             buckets=report.buckets,
             groups=tuple(_labels(directory, wanted)),
             damaged=scan.damaged,
+            lacks=(*journal.losses, *scan.problems),
         )
 
 

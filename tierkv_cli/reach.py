@@ -30,7 +30,7 @@ def operator(where: Where) -> Operator:
 
 
 @contextmanager
-def or_silent(node: Operator) -> Iterator[None]:
+def or_silent(where: Where) -> Iterator[None]:
     """The data directory is used in here, without the node. When somebody has its lock, and that is a node which does
     not answer, NodeSilent is raised in place of DataDirectoryInUse."""
     from tierkv.errors import DataDirectoryInUse, NodeSilent, NodeUnreachable
@@ -39,7 +39,8 @@ def or_silent(node: Operator) -> Iterator[None]:
         yield
     except DataDirectoryInUse:
         try:
-            node.status()
+            with operator(where) as node:  # one that has met no answer yet, and so waits for it
+                node.status()
         except NodeSilent:
             raise
         except NodeUnreachable:

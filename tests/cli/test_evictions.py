@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+import time
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,7 @@ from tierkv.core.instructions import Difference, GroupCount
 from tierkv.errors import NodeSilent, NodeUnreachable
 from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory
+from tierkv.storage.journal import Journal
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
 from tierkv_cli.eviction_view import add_up
 from tierkv_cli.evictions import view
@@ -125,6 +128,12 @@ def test_what_is_missing_from_a_report_is_said(tierkv, node, journal):
     assert "3 damaged rows" in err
     assert "7 for no_room" in err
     assert "no data directory" in err
+    journal["evictions"] = report(lacks=("segments are missing: 1",))
+    outcome = tierkv("evictions")
+    assert "the sums are too low: segments are missing: 1" in outcome.err
+    assert "Nothing was evicted" not in outcome.out
+    assert "tells since 2027-01-14" in outcome.out
+    assert tierkv("evictions", "--json").json["lacks"] == ["segments are missing: 1"]
     journal["evictions"] = report(problem="the disk is gone")
     outcome = tierkv("evictions")
     assert (outcome.code, "the disk is gone" in outcome.err) == (4, True)
@@ -175,6 +184,29 @@ def test_a_directory_of_a_node_that_is_silent_is_not_put_down_to_another(
     assert (outcome.code, words in outcome.err) == (code, True)
 
 
+def test_a_journal_that_can_not_be_used_is_told_from_none_without_a_node(tierkv, node, journal, tmp_path):
+    node.is_there = False
+    folder = tmp_path / "data" / "journal"
+    DataDirectory.open(tmp_path / "data").close()
+    outcome = tierkv("evictions", "--data-dir", str(tmp_path / "data"))
+    assert (outcome.code, "has no journal yet" in outcome.err) == (4, True)
+    (folder / f"{1:016d}.log").mkdir(parents=True)
+    outcome = tierkv("evictions", "--data-dir", str(tmp_path / "data"))
+    assert (outcome.code, "the journal can't be used: 0000000000000001.log" in outcome.err) == (4, True)
+
+
+def test_damage_is_told_without_a_node(tierkv, node, journal, tmp_path):
+    node.is_there = False
+    folder = tmp_path / "data" / "journal"
+    with DataDirectory.open(tmp_path / "data") as directory:
+        Journal(directory, max_bytes=2**20, max_age_seconds=1e9, now=time.time()).close(time.time(), in_order=True)
+    shutil.copy(folder / f"{1:016d}.log", folder / f"{4:016d}.log")
+    outcome = tierkv("evictions", "--data-dir", str(tmp_path / "data"))
+    assert outcome.code == 0
+    assert "the sums are too low: segments are missing from the journal: 2" in outcome.err
+    assert "there may have been some" in outcome.out
+
+
 # ---- audit
 
 
@@ -222,6 +254,22 @@ def test_a_difference_is_resolved_by_number_and_words(tierkv, node, journal):
     journal["audit"] = AuditReply(id=1, finished=True, known=False)
     outcome = tierkv("audit", "--resolve", "7", "--as", "x")
     assert (outcome.code, "there is no difference 7" in outcome.err) == (4, True)
+
+
+def test_words_for_a_difference_are_one_line_and_are_not_given_twice(tierkv, node, journal):
+    outcome = tierkv("audit", "--resolve", "1", "--as", "a\x1b[2Jb")
+    assert (outcome.code, node.asked) == (2, [])
+    assert "one line of text" in outcome.err
+    resolved = difference(1, resolution="was\x1b[2Jme", resolved_at=1.8e9, path="models/\x07x")
+    journal["audit"] = AuditReply(id=1, finished=True, known=False, table=(resolved,))
+    outcome = tierkv("audit", "--resolve", "1", "--as", "x")
+    assert outcome.code == 4
+    assert "difference 1 was resolved 2027-" in outcome.err
+    assert "was?[2Jme" in outcome.err
+    journal["audit"] = AuditReply(id=1, finished=True, table=(resolved,))
+    shown = tierkv("audit", "--all").out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
 
 
 def test_what_could_not_be_looked_at_is_code_4(tierkv, node, journal):

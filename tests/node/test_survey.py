@@ -4,6 +4,7 @@ import msgspec
 
 from tests.node.kit import GROUP, HEALTHY, IDENTITY, Kit
 from tests.node.test_reading_and_writing import store
+from tierkv.core.instructions import JournalHealth
 from tierkv.core.reasons import Reason
 from tierkv.metrics.table import METRICS
 from tierkv.node.mover import SILENT_SECONDS
@@ -79,3 +80,15 @@ def test_every_metric_can_be_read_from_a_snapshot(durable: Kit) -> None:
     store(durable, 1, grant=b"z" * 16, start=100)
     assert dict(METRICS[0].read(snapshot)) == values["build_info"]
     assert snapshot.core.stored_tokens == 4, "a snapshot does not change any more"
+
+
+def test_what_the_journal_lacks_is_a_note_and_no_problem(durable: Kit) -> None:
+    lacks = ("segments are missing", "files of the journal were removed")
+    durable.report(msgspec.structs.replace(HEALTHY, journal=JournalHealth(lacks=lacks, differences=2)))
+    status = durable.ask(Status)
+    assert status.state == "ready"
+    first, second = status.warnings
+    assert "files of the journal were removed (and 1 more)" in first
+    assert "(2 open)" in second
+    durable.report(msgspec.structs.replace(HEALTHY, journal=JournalHealth(problem="a file is in its place")))
+    assert durable.ask(Status).warnings == ("evictions are not written down: a file is in its place",)

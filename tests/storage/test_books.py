@@ -130,6 +130,8 @@ def test_a_file_that_somebody_removed_is_one_open_difference_and_only_once(
     (told,) = again.table
     assert (told.number, told.is_open) == (1, True)
     assert again.resolve(1, "a colleague cleaned up")
+    assert not again.resolve(1, "said again")
+    assert again.table[0].resolution == "a colleague cleaned up"
     assert not again.resolve(2, "no such thing")
     again.close()
     (told,) = Differences(directory).rows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,14 @@ from tierkv.core.journal import (
 )
 from tierkv.errors import StorageError, UnknownFormat
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.journal import BEGINS_HERE, MACHINE_WENT_DOWN, ROWS_WERE_DAMAGED, Journal
+from tierkv.storage.journal import (
+    BEGINS_HERE,
+    END_WAS_DAMAGED,
+    MACHINE_WENT_DOWN,
+    ROWS_WERE_DAMAGED,
+    WAS_REMOVED,
+    Journal,
+)
 from tierkv.storage.journal_segment import HEAD, Scan, encode_row, encode_segment, read_rows
 
 GROUP, OTHER = b"g" * 32, b"o" * 32
@@ -320,3 +329,154 @@ def test_a_journal_that_somebody_removed_begins_anew(directory: DataDirectory) -
     assert (journal.is_new, journal.balances.excuse) == (True, BEGINS_HERE)
     assert journal.balances.all() == []
     journal.close(5.0, in_order=False)
+
+
+# ---- taken away or damaged
+
+
+def _remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _remove_segment(folder: Path) -> None:
+    os.unlink(folder / f"{1:016d}.log")
+
+
+def _replace_segment(folder: Path) -> None:
+    other = folder / "other"
+    other.write_bytes(b"")
+    other.rename(folder / f"{1:016d}.log")
+
+
+@pytest.mark.parametrize("take", [_remove_folder, _remove_segment, _replace_segment])
+def test_a_segment_that_is_taken_away_is_missed_and_another_begins_with_the_balances(
+    directory: DataDirectory, take: Callable[[Path], None]
+) -> None:
+    journal = opened(directory)
+    journal.counted(1.5)
+    journal.append([stored(2.0, 100), evicted(3.0)])
+    before = journal.balances.all()
+    assert (journal.look(3.5), journal.losses) == (0, ())
+    take(directory.path / "journal")
+    assert journal.look(4.0) == 3
+    assert journal.look(4.5) == 0
+    (words,) = journal.losses
+    assert words.startswith(WAS_REMOVED)
+    assert "1970-01-01 00:00:04 UTC" in words
+    journal.append([stored(5.0, 1)])
+    assert rows(journal) == [stored(5.0, 1)]
+    assert journal.begins() == 4.0
+    journal.close(6.0, in_order=True)
+    again = opened(directory, now=7.0)
+    assert (again.balances.of(Account.NVME, GROUP), again.balances.excuse) == (101, "")
+    assert before == [one for one in before if one.num_bytes in (100, -100)]
+    again.close(8.0, in_order=True)
+
+
+def test_what_is_in_the_place_of_the_folder_is_told_until_it_is_gone(directory: DataDirectory) -> None:
+    journal, folder = opened(directory), directory.path / "journal"
+    journal.append([stored(2.0, 100)])
+    shutil.rmtree(folder)
+    folder.write_bytes(b"not yours")
+    assert journal.look(3.0) == 1
+    assert "can't be written" in journal.problem
+    with pytest.raises(StorageError):
+        journal.append([stored(4.0, 1)])
+    assert (journal.look(4.5), journal.begins(), folder.read_bytes()) == (0, 0.0, b"not yours")
+    folder.unlink()
+    assert (journal.look(5.0), journal.problem) == (0, "")
+    journal.append([stored(6.0, 1)])
+    journal.close(7.0, in_order=False)
+    again = opened(directory, now=8.0)
+    assert again.balances.of(Account.NVME, GROUP) == 102
+    again.close(9.0, in_order=False)
+
+
+def test_a_folder_in_the_place_of_the_next_segment_is_passed_by(directory: DataDirectory) -> None:
+    journal = opened(directory)
+    journal.append([stored(2.0, 100)])
+    journal.close(3.0, in_order=True)
+    (directory.path / "journal" / f"{2:016d}.log").mkdir()
+    journal = opened(directory, now=4.0)
+    journal.append([stored(5.0, 1)])
+    assert rows(journal) == [stored(2.0, 100), stored(5.0, 1)]
+    journal.check()
+    assert journal.losses == (
+        f"{2:016d}.log of the journal is no file",
+        f"segments are missing from the journal: 1, before {3:016d}.log",
+    )
+    journal.close(6.0, in_order=True)
+
+
+@pytest.fixture
+def long(directory: DataDirectory) -> list[Path]:
+    """Segments of a journal that was closed."""
+    journal = opened(directory, max_bytes=200_000)
+    journal.counted(1.5)
+    for at in range(600):
+        journal.append([stored(2.0 + at, 100), evicted(2.0 + at)])
+    journal.check()
+    assert journal.losses == ()
+    journal.close(1_000.0, in_order=True)
+    found = segments(directory)
+    assert len(found) >= 4
+    return found
+
+
+def _lose(path: Path) -> None:
+    path.unlink()
+
+
+def _halve(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def _halve_between_rows(path: Path) -> None:
+    kept = list(read_rows(path.read_bytes(), Scan()))
+    path.write_bytes(encode_segment(kept[: len(kept) // 2]))
+
+
+def _scribble(path: Path) -> None:
+    path.write_bytes(bytes(range(1, 256)) * (path.stat().st_size // 255))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_lose, "segments are missing from the journal: 1, before {after}"),
+        (_halve, "the end of {name} of the journal was cut off or damaged"),
+        (_halve_between_rows, "rows are missing from the journal before {after}"),
+        (_scribble, "{name} of the journal can't be read"),
+    ],
+)
+@pytest.mark.parametrize("since", [0.0, 500.0])
+def test_damage_in_the_middle_is_named_by_whoever_reads(
+    directory: DataDirectory, long: list[Path], damage: Callable[[Path], None], words: str, since: float
+) -> None:
+    damage(long[1])
+    journal = opened(directory, now=2_000.0, max_bytes=200_000)
+    scan = Scan()
+    assert list(journal.rows(since, scan))
+    expected = words.format(name=long[1].name, after=long[2].name)
+    assert scan.problems == [expected]
+    journal.check()
+    assert journal.losses == (expected,)
+    journal.close(2_001.0, in_order=True)
+
+
+@pytest.mark.parametrize(("damage", "excuse"), [(_halve, END_WAS_DAMAGED), (_scribble, ROWS_WERE_DAMAGED)])
+def test_a_damaged_last_segment_is_told_and_excuses_what_a_count_finds(
+    directory: DataDirectory, long: list[Path], damage: Callable[[Path], None], excuse: str
+) -> None:
+    damage(long[-1])
+    journal = opened(directory, now=2_000.0, max_bytes=200_000)
+    assert journal.balances.excuse == excuse
+    journal.check()
+    assert len(journal.losses) == 1
+    journal.append([stored(2_001.0, 1)])
+    journal.close(2_002.0, in_order=True)
+    again = opened(directory, now=2_003.0, max_bytes=200_000)
+    assert again.balances.excuse == excuse  # until somebody has counted
+    assert rows(again)[-1] == stored(2_001.0, 1)
+    again.close(2_004.0, in_order=True)

@@ -537,6 +537,7 @@ REPLIES: tuple[Reply, ...] = (
         not_written={"no_room": 2},
         in_memory=True,
         problem="none",
+        lacks=("segments are missing",),
     ),
     AuditReply(
         id=51,

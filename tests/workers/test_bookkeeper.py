@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -199,3 +200,57 @@ def test_an_exception_while_something_is_counted_ends_the_worker(tmp_path: Path,
             time.sleep(0.01)
         assert [name.startswith("audit-") for name in desk.dead_threads] == [True]
         desk.dead_threads.clear()  # seen
+
+
+def test_a_journal_that_is_removed_under_a_worker_is_noticed_told_and_begun_again(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "journal"
+    with Desk(tmp_path / "data") as desk:
+        desk.send(JournalRows([evicted(time.time())] * 5))
+        report = read(desk).report
+        assert report is not None
+        assert report.lacks == ()
+        shutil.rmtree(folder)
+        health = desk.health(lambda health: bool(health.journal.lacks))
+        assert "were removed or replaced while the node ran" in health.journal.lacks[0]
+        assert health.journal.dropped["not_found"] >= 5
+        assert health.journal.problem == ""
+        assert len(list(folder.glob("*.log"))) == 1
+        report = read(desk, op=71, since=time.time() - 86_400.0).report
+        assert report is not None
+        assert report.lacks == health.journal.lacks
+        assert report.not_written["not_found"] >= 5
+        assert report.until - report.since < SECONDS + 60.0
+        desk.send(JournalRows([evicted(time.time())]))
+        report = read(desk, op=72).report
+        assert report is not None
+        assert sum(line.evictions for line in report.lines) == 1
+
+
+def test_what_stands_in_the_place_of_the_journal_is_told_until_it_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "journal"
+    with Desk(tmp_path / "data") as desk:
+        read(desk)
+        folder.rename(tmp_path / "away")
+        folder.write_bytes(b"not yours")
+        health = desk.health(lambda health: bool(health.journal.problem))
+        assert "can't be written where it was" in health.journal.problem
+        report = read(desk, op=71).report
+        assert report is not None
+        assert health.journal.problem in report.lacks
+        assert report.since >= report.until
+        folder.unlink()
+        desk.health(lambda health: not health.journal.problem)
+        assert len(list(folder.glob("*.log"))) == 1
+
+
+def test_what_a_start_finds_missing_from_the_journal_is_told(tmp_path: Path, caplog) -> None:
+    folder = tmp_path / "data" / "journal"
+    with Desk(tmp_path / "data") as desk:
+        read(desk)
+    (last,) = folder.glob("*.log")
+    last.rename(folder / f"{7:016d}.log")
+    shutil.copy(folder / f"{7:016d}.log", folder / f"{9:016d}.log")
+    with Desk(tmp_path / "data") as desk:
+        health = desk.health(lambda health: bool(health.journal.lacks))
+    assert health.journal.lacks == (f"segments are missing from the journal: 1, before {9:016d}.log",)
+    assert "segments are missing" in caplog.text

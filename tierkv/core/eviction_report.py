@@ -58,7 +58,8 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class EvictionReport(msgspec.Struct, frozen=True, array_like=True):
     """`since` is when what is reported begins: later than was asked for, where the journal begins later. `damaged` rows
-    could not be read; `not_written` rows of this node's life were dropped, by reason."""
+    could not be read; `not_written` rows of this node's life were dropped, by reason. `lacks` says, in
+    words, what else the journal has lost."""
 
     since: float
     until: float
@@ -67,6 +68,7 @@ class EvictionReport(msgspec.Struct, frozen=True, array_like=True):
     damaged: int = 0
     not_written: dict[str, int] = {}
     in_memory: bool = False
+    lacks: tuple[str, ...] = ()
 
 
 class _Sum:

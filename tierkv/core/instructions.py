@@ -406,7 +406,7 @@ class OpFailed(Report, frozen=True, tag=True):
 class JournalHealth(msgspec.Struct, frozen=True):
     """The journal's size, and what it lacks: rows not written since the worker's start, by reason; damaged rows that
     were skipped and bytes that a crash had left at its end, at that start; `problem` where nothing is written at all.
-    `differences` are open in the table."""
+    `differences` are open in the table. `lacks`: segments that are missing, or damaged, in words."""
 
     num_bytes: int = 0
     dropped: dict[str, int] = {}
@@ -414,6 +414,7 @@ class JournalHealth(msgspec.Struct, frozen=True):
     torn_bytes: int = 0
     problem: str = ""
     differences: int = 0
+    lacks: tuple[str, ...] = ()
 
 
 class TierHealth(Report, frozen=True, tag=True):

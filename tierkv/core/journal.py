@@ -174,6 +174,13 @@ class Balances:
         """By group, those that are not zero."""
         return {group: num_bytes for (name, group), num_bytes in self._bytes.items() if name == account}
 
+    def of_accounts(self) -> dict[str, int]:
+        """Sums over all groups, those that are not zero."""
+        sums: dict[str, int] = {}
+        for (account, _), num_bytes in self._bytes.items():
+            sums[account] = sums.get(account, 0) + num_bytes
+        return {account: num_bytes for account, num_bytes in sums.items() if num_bytes}
+
     def all(self) -> list[Balance]:
         return [Balance(account, group, num_bytes) for (account, group), num_bytes in sorted(self._bytes.items())]
 

@@ -112,6 +112,7 @@ class JournalReports:
             damaged=report.damaged,
             not_written=self._core.journal.all_dropped(report.not_written),
             in_memory=report.in_memory,
+            lacks=report.lacks,
         )
 
     # ---- audits

@@ -208,6 +208,9 @@ class Survey:
         journal = self._worker.health.journal if self._worker.health is not None else JournalHealth()
         if journal.problem:
             yield f"evictions are not written down: {journal.problem}"
+        if journal.lacks:
+            others = f" (and {len(journal.lacks) - 1} more)" if len(journal.lacks) > 1 else ""
+            yield f"`tierkv evictions` tells too little: {journal.lacks[-1]}{others}"
         if journal.differences:
             yield f"what is on disk and what was booked differ ({journal.differences} open); see `tierkv audit`"
         if (found := self._worker.found) is not None and found.unreadable_pins:

@@ -102,10 +102,31 @@ class Books:
 
     def flush(self) -> None:
         if self._journal is not None:
+            self._look(self._journal)
             try:
                 self._journal.flush()
             except StorageError as error:
                 self._failed(Failure.of(error))
+
+    def _look(self, journal: Journal) -> None:
+        told, problem = journal.losses, journal.problem
+        if lost := journal.look(self._now()):
+            self.count_dropped(Reason.NOT_FOUND, lost)
+        for words in journal.losses:
+            if words not in told:
+                log.warning("%s; rows that went with it: %d; another segment is begun", words, lost)
+        if journal.problem and journal.problem != problem:
+            log.warning("%s", journal.problem)
+
+    def check(self) -> None:
+        """Read the whole journal, and warn of what it lacks."""
+        if self._journal is not None:
+            try:
+                self._journal.check()
+            except StorageError as error:
+                self._failed(Failure.of(error))
+            for words in self._journal.losses:
+                log.warning("%s; sums of evictions are too low by what was there", words)
 
     def keep_bounds(self) -> None:
         if self._journal is not None:
@@ -134,7 +155,8 @@ class Books:
             dropped=dict(self.dropped),
             damaged=0 if journal is None else journal.damaged,
             torn_bytes=0 if journal is None else journal.torn_bytes,
-            problem=self.problem,
+            problem=self.problem or ("" if journal is None else journal.problem),
+            lacks=() if journal is None else journal.losses,
             differences=self._differences.num_open,
         )
 

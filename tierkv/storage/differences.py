@@ -57,10 +57,9 @@ class Differences:
             self._write()
 
     def resolve(self, number: int, resolution: str, at: float) -> bool:
-        """Whether there is one of that number; one that was resolved before is given the new words. Raises
-        StorageError."""
+        """Whether there is an open one of that number: what was said of a resolved one stays. Raises StorageError."""
         for index, row in enumerate(self._rows):
-            if row.number == number:
+            if row.number == number and row.is_open:
                 self._rows[index] = msgspec.structs.replace(row, resolution=resolution, resolved_at=at)
                 self._write()
                 return True

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
 
 from tierkv.core.journal import NOBODY, Anonymizer, AnyRow, Balances, Checkpoint, Ended, FileOf
 from tierkv.core.reasons import Reason
@@ -38,6 +41,13 @@ SECONDS_PER_DAY = 86_400.0
 BEGINS_HERE = "the journal begins here: what was stored before is not in it"
 MACHINE_WENT_DOWN = "the machine went down without a stop: the last rows may not have been on disk yet"
 ROWS_WERE_DAMAGED = "rows of the journal were damaged and skipped"
+END_WAS_DAMAGED = "the end of the journal was cut off or damaged"
+WAS_REMOVED = "files of the journal were removed or replaced while the node ran"
+
+MAX_TOLD = 10
+"""Of what was removed: the last ones."""
+
+NOT_THERE = frozenset({"ENOENT", "ENOTDIR", "ELOOP"})
 
 _NAME = re.compile(r"([0-9]{16})\.log")
 
@@ -48,6 +58,7 @@ class _Segment:
     num_bytes: int
     last_at: float  # when it was last written to
     begun_at: float
+    num_rows: int = 0  # that were appended since it was opened
 
     @property
     def file(self) -> str:
@@ -82,6 +93,11 @@ class Journal:
         self.balances = Balances()
         self.damaged = 0  # rows of what was folded that had to be skipped
         self.torn_bytes = 0  # cut off at the end
+        self._next_number = 1
+        self.problem = ""  # why nothing can be written, in words; empty while it can
+        self.damage: tuple[str, ...] = ()  # what `check` found, in words
+        self._removed: tuple[str, ...] = ()  # what `look` found
+        self._in_the_way: list[str] = []  # what had a segment's name when it was opened
         self._segments = self._listed()
         self.is_new = not self._segments
         self._fold()
@@ -92,13 +108,18 @@ class Journal:
     # ---------------------------------------------------------------- opening
 
     def _listed(self) -> list[_Segment]:
+        """Whatever has a segment's name: its number is not given again."""
         found = []
         try:
             with self._directory.folder((JOURNAL,), create=not self._read_only) as folder_fd:
                 for name in call("listdir", os.listdir, folder_fd):
                     if (named := _NAME.fullmatch(name)) is not None:
+                        self._next_number = max(self._next_number, int(named[1]) + 1)
                         status = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
-                        found.append(_Segment(int(named[1]), status.st_size, status.st_mtime, status.st_mtime))
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(_Segment(int(named[1]), status.st_size, status.st_mtime, status.st_mtime))
+                        else:
+                            self._in_the_way.append(f"{name} of the journal is no file")
         except StorageError as error:
             if error.errno_name != "ENOENT":
                 raise
@@ -109,10 +130,13 @@ class Journal:
         rows: list[AnyRow] = []
         for segment in reversed(self._segments):
             scan = Scan()
-            rows = [*read_rows(self._read(segment), scan), *rows]
+            raw = self._read(segment)
+            rows = [*read_rows(raw, scan), *rows]
             is_last = segment is self._segments[-1]
             self.damaged += scan.damaged + (scan.is_torn and not is_last)
-            if is_last and scan.is_torn:
+            if is_last and scan.end == 0 and scan.is_torn:
+                self.damaged += 1  # not one that was just being made: others have written over it
+            elif is_last and scan.is_torn:
                 self.torn_bytes = segment.num_bytes - scan.end
                 segment.num_bytes = scan.end
             if is_last and rows:
@@ -141,9 +165,11 @@ class Journal:
             return b""  # it was too old meanwhile
 
     def _begin(self, now: float) -> None:
-        if self._segments and self._segments[-1].num_bytes > len(HEAD):
+        is_named_last = bool(self._segments) and self._segments[-1].number == self._next_number - 1
+        if is_named_last and self._is_readable(self._segments[-1]):
             self._open_last()
-        elif self._segments:
+        elif is_named_last and self._segments[-1].num_bytes <= len(HEAD):
+            self._next_number = self._segments[-1].number
             self._remove(self._segments.pop())
         if self._fd < 0:
             self._add_segment(now)
@@ -157,7 +183,13 @@ class Journal:
             return self.balances.excuse
         if self.damaged:
             return ROWS_WERE_DAMAGED
+        if self.torn_bytes:
+            return END_WAS_DAMAGED
         return "" if self.balances.is_closed or self.balances.boot == self._boot else MACHINE_WENT_DOWN
+
+    def _is_readable(self, segment: _Segment) -> bool:
+        """Whether rows may be appended: there is one that is right."""
+        return next(read_rows(self._read(segment), Scan()), None) is not None
 
     def counted(self, at: float) -> None:
         """A recount has put right what there was an excuse for. Raises StorageError."""
@@ -192,7 +224,7 @@ class Journal:
                 self._reopen(rows[-1].at)
                 if self._needs_checkpoint:  # these rows are in it
                     raw += encode_row(self.balances.checkpoint(rows[-1].at, self._boot))
-                self._write(raw, rows[-1].at)
+                self._write(raw, rows[-1].at, len(rows))
             except StorageError:
                 self._needs_checkpoint = True
                 raise
@@ -203,14 +235,17 @@ class Journal:
         if self._fd >= 0:
             return
         try:
-            self._open_last()
+            if self.problem or not self._segments:
+                self._add_segment(at)
+            else:
+                self._open_last()
         except StorageError as error:
             if error.errno_name != "ENOENT":
                 raise
             self._add_segment(at)
         self._needs_checkpoint = True
 
-    def _write(self, raw: bytes, at: float) -> None:
+    def _write(self, raw: bytes, at: float, num_rows: int = 0) -> None:
         segment = self._segments[-1]
         rest = memoryview(raw)
         try:
@@ -224,6 +259,7 @@ class Journal:
             raise
         segment.num_bytes += len(raw)
         segment.last_at = at
+        segment.num_rows += num_rows
         self._is_dirty = True
         if segment.num_bytes >= self._segment_bytes:
             self._roll(at)
@@ -248,7 +284,7 @@ class Journal:
         self._keep_bounds(at)
 
     def _add_segment(self, at: float) -> None:
-        segment = _Segment(self._segments[-1].number + 1 if self._segments else 1, 0, at, at)
+        segment = _Segment(self._next_number, 0, at, at)
         raw = encode_segment([self.balances.checkpoint(at, self._boot)])
         with self._directory.folder((JOURNAL,), create=True) as folder_fd:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -264,8 +300,68 @@ class Journal:
                 raise
         segment.num_bytes = len(raw)
         self._fd = fd
+        self._next_number = segment.number + 1
+        self.problem = ""
         self._segments.append(segment)
         self._needs_checkpoint = False
+
+    def look(self, at: float) -> int:
+        """Whether the segments are where they were put; how many rows of this process went with one that is not. Then
+        another one is begun, with the balances as they are known here. Where that fails `problem` says why, and the
+        next look tries again."""
+        with self._lock:
+            if self._read_only or (self._fd < 0 and not self.problem):
+                return 0
+            lost, where = self._lost()
+            for segment in lost:
+                self._segments.remove(segment)
+            num_rows = sum(segment.num_rows for segment in lost)
+            if lost:
+                names = f"{lost[0].file} to {lost[-1].file}" if len(lost) > 1 else lost[0].file
+                when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                self._removed = (*self._removed[1 - MAX_TOLD :], f"{WAS_REMOVED}: {names}, seen at {when}")
+            if self._fd >= 0 and where:
+                os.close(self._fd)
+                self._fd = -1
+            if self._fd < 0:
+                try:
+                    self._add_segment(at)
+                except StorageError as error:
+                    self.problem = f"the journal can't be written where it was: {error}"
+                    self._needs_checkpoint = True
+            return num_rows
+
+    def _lost(self) -> tuple[list[_Segment], bool]:
+        """Segments that are not there any more, and whether the open one is among them."""
+        try:
+            with self._directory.folder((JOURNAL,)) as folder_fd:
+                names = _inodes(folder_fd)
+        except StorageError as error:
+            if error.errno_name not in NOT_THERE:
+                return [], False  # it can't be said
+            names = {}
+        self._next_number = max([self._next_number, *(int(name[:16]) + 1 for name in names)])
+        lost = [segment for segment in self._segments if segment.file not in names]
+        if self._fd < 0 or not self._segments:
+            return lost, False
+        last = self._segments[-1]
+        if last not in lost and names[last.file] != os.fstat(self._fd).st_ino:
+            lost.append(last)
+        return lost, last in lost
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """What the journal lacks, in words, as far as it is known."""
+        with self._lock:
+            torn = (END_WAS_DAMAGED,) if self.torn_bytes else ()
+            return (*self._in_the_way, *torn, *self.damage, *self._removed)
+
+    def check(self) -> None:
+        """Read all, for `damage`. Raises StorageError."""
+        scan = Scan()
+        for _ in self.rows(0.0, scan):
+            pass
+        self.damage = tuple(scan.problems)
 
     def flush(self) -> None:
         """What was appended outlives a power loss from here on. Raises StorageError."""
@@ -337,18 +433,41 @@ class Journal:
     # ---------------------------------------------------------------- reading
 
     def rows(self, since: float, scan: Scan) -> Iterator[AnyRow]:
-        """Rows that are not older than `since`, oldest first; `scan.damaged` counts what was skipped. Others may append
-        meanwhile. Raises StorageError."""
+        """Rows that are not older than `since`, oldest first; `scan.damaged` counts what was skipped, and
+        `scan.problems` says which segments are missing, can't be read, or lack rows. Others may append meanwhile.
+        Raises StorageError."""
         with self._lock:
-            segments = [one for one in self._segments if one.last_at + CLOCKS_APART_SECONDS >= since]
-            segments = segments or self._segments[-1:]
+            kept = list(self._segments)
+        segments = [one for one in kept if one.last_at + CLOCKS_APART_SECONDS >= since] or kept[-1:]
+        follows = {one.number: before.number for before, one in pairwise(kept)}
+        before: Balances | None = None  # what the last segment came to, where that is known
         for segment in segments:
-            one = Scan()
+            if (missing := segment.number - follows.get(segment.number, segment.number - 1) - 1) > 0:
+                scan.problems.append(f"segments are missing from the journal: {missing}, before {segment.file}")
+                before = None
+            one, balances = Scan(), None
             try:
-                yield from (row for row in read_rows(self._read(segment), one) if row.at >= since)
+                for row in read_rows(self._read(segment), one):
+                    if balances is None and isinstance(row, Checkpoint):
+                        balances = Balances()
+                        balances.fold(row)
+                        # A purge moves bytes from group to group meanwhile, not from account to account.
+                        if before is not None and before.of_accounts() != balances.of_accounts():
+                            scan.problems.append(f"rows are missing from the journal before {segment.file}")
+                    elif balances is not None:
+                        balances.fold(row)
+                    if row.at >= since:
+                        yield row
             except UnknownFormat:
                 one.damaged += 1
             scan.damaged += one.damaged
+            before = None if one.damaged or one.is_torn else balances
+            with self._lock:
+                is_kept, is_last = segment in self._segments, segment is kept[-1]
+            if is_kept and not one.any_row and segment.num_bytes > len(HEAD):
+                scan.problems.append(f"{segment.file} of the journal can't be read")
+            elif is_kept and one.is_torn and not is_last:
+                scan.problems.append(f"the end of {segment.file} of the journal was cut off or damaged")
 
     def begins(self) -> float:
         """When the oldest row that is kept was written; 0.0 for none. Raises StorageError."""
@@ -397,3 +516,16 @@ class Journal:
                 call("utime", os.utime, segment.file, times, dir_fd=folder_fd, follow_symlinks=False)
             segment.num_bytes = len(raw)
         return changed
+
+
+def _inodes(folder_fd: int) -> dict[str, int]:
+    """By name, of all that has a segment's name. Raises StorageError."""
+    found = {}
+    for name in call("listdir", os.listdir, folder_fd):
+        if _NAME.fullmatch(name):
+            try:
+                found[name] = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False).st_ino
+            except StorageError as error:
+                if error.errno_name != "ENOENT":  # removed since it was listed
+                    raise
+    return found

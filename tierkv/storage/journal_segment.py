@@ -50,6 +50,8 @@ class Scan:
     damaged: int = 0
     end: int = 0
     is_torn: bool = False  # the bytes behind `end` are no row
+    any_row: bool = False
+    problems: list[str] = field(default_factory=list)  # of whole segments, in words; told by who reads several
     _gap: bool = field(default=False, repr=False)
 
 
@@ -70,6 +72,7 @@ def read_rows(raw: bytes, scan: Scan) -> Iterator[AnyRow]:
             scan.damaged += scan._gap
             scan._gap = False
             scan.end = at = end
+            scan.any_row = True
             yield row
             continue
         scan._gap = True

@@ -881,7 +881,8 @@ class EvictionsReply(Reply, frozen=True, kw_only=True, tag=True):
 
     `damaged` rows of the journal could not be read, `not_written` ones were dropped since the storage worker's start,
     by reason. `in_memory`: the node has no data directory, and this is from the last rows that it keeps. `groups` names
-    those of `lines`, as far as they are known; a group of zeros was purged. `problem`: why there is no report."""
+    those of `lines`, as far as they are known; a group of zeros was purged. `problem`: why there is no report.
+    `lacks`: what the journal has lost, in words."""
 
     finished: bool
     since: float = 0.0
@@ -893,6 +894,7 @@ class EvictionsReply(Reply, frozen=True, kw_only=True, tag=True):
     not_written: dict[str, int] = {}
     in_memory: bool = False
     problem: str = ""
+    lacks: tuple[str, ...] = ()
 
 
 class Evictions(Request, frozen=True, kw_only=True, tag=True):

@@ -178,6 +178,7 @@ class Bookkeeper:
         """Hold what is there against what was booked when the last worker ended."""
         if self.books.journal is not None and not self._directory.read_only:
             self._begin(partial(self._count, None))
+            self._begin(self.books.check)
 
     def read(self, order: ReadJournal) -> None:
         self._begin(partial(self._read, order))
@@ -214,9 +215,12 @@ class Bookkeeper:
     def _summed(self, order: ReadJournal) -> EvictionReport:
         journal, scan = self.books.journal, Scan()
         assert journal is not None
-        since = max(order.since, journal.begins())
+        since = max(order.since, journal.begins() or order.until)  # of nothing that is kept nothing is told
         report = summarize(journal.rows(since, scan), since, order.until, by_prefix=order.by_prefix)
-        return msgspec.structs.replace(report, damaged=scan.damaged, not_written=dict(self.books.dropped))
+        lacks = dict.fromkeys(words for words in (*journal.losses, *scan.problems, journal.problem) if words)
+        return msgspec.structs.replace(
+            report, damaged=scan.damaged, not_written=dict(self.books.dropped), lacks=tuple(lacks)
+        )
 
     def _count(self, order: CountFiles | None) -> None:
         told = time.monotonic()
