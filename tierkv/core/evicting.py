@@ -58,8 +58,8 @@ class EvictState:
     victims: list[Victim] = field(default_factory=list)
 
     def add(self, victims: list[Victim]) -> None:
-        """What goes of one extent at one time."""
-        self.evictions += 1
+        """What goes of one extent at one time. Each part is an eviction of its own, as it is in the journal."""
+        self.evictions += len(victims)
         for victim in victims:
             self.blocks += victim.blocks
             self.tokens += victim.tokens
