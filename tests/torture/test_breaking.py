@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,29 @@ def test_extents_are_found_by_what_names_them(directory: DataDirectory) -> None:
     found = extents_by_first_key(directory.path)
     assert found == {split_keys(sample.keys)[0]: [path_of(directory, sample.name)] for sample in samples}
     assert extents_bytes(directory.path) == sum(path.stat().st_size for (path,) in found.values())
+
+
+def test_files_and_folders_may_go_while_they_are_measured(
+    directory: DataDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sample(seed=1)
+    sample.write(directory)
+    path = path_of(directory, sample.name)
+    walk = os.walk
+
+    def walk_and_lose(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(top):
+            if path.parent.name in found[1]:
+                path.unlink()
+                path.parent.rmdir()
+            yield found
+
+    monkeypatch.setattr("tierkv.torture.breaking.os.walk", walk_and_lose)
+    assert extents_bytes(directory.path) == 0
+    sample.write(directory)
+    monkeypatch.setattr("tierkv.torture.breaking.os.walk", walk)
+    monkeypatch.setattr("tierkv.torture.breaking.extents_by_first_key", lambda _: {b"": [path, path.with_name("gone")]})
+    assert extents_bytes(directory.path) == path.stat().st_size
 
 
 @pytest.mark.parametrize("how", INDEX_FAULTS)

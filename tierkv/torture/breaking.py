@@ -25,15 +25,24 @@ class Flipped:
 
 
 def extents_by_first_key(data_dir: Path) -> dict[bytes, list[Path]]:
-    """The files of each extent, one a rank."""
+    """The files of each extent, one a rank. Folders may go meanwhile: the node removes empty ones."""
     found: dict[bytes, list[Path]] = {}
-    for path in (data_dir / MODELS).rglob(f"*{EXTENT_SUFFIX}"):
-        found.setdefault(bytes.fromhex(path.stem), []).append(path)
+    for folder, _, names in os.walk(data_dir / MODELS):
+        for path in (Path(folder, name) for name in names if name.endswith(EXTENT_SUFFIX)):
+            found.setdefault(bytes.fromhex(path.stem), []).append(path)
     return found
 
 
 def extents_bytes(data_dir: Path) -> int:
-    return sum(path.stat().st_size for paths in extents_by_first_key(data_dir).values() for path in paths)
+    """Of the files that are there; what goes meanwhile counts as gone."""
+    return sum(_length(path) for paths in extents_by_first_key(data_dir).values() for path in paths)
+
+
+def _length(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def temp_files(data_dir: Path) -> list[str]:
