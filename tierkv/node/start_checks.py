@@ -57,11 +57,3 @@ def require_recording(settings: Settings) -> FileLock | None:
         lock.close()
         raise ConfigError("record", f"{settings.record} can't be written: {error.strerror}") from error
     return lock
-
-
-def read_boot() -> str:
-    """Tells this run of the machine from the ones before and after it; empty where the kernel does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

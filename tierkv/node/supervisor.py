@@ -64,13 +64,13 @@ from tierkv.node.socket_folder import (
 )
 from tierkv.node.start_checks import (
     raise_descriptor_limit,
-    read_boot,
     require_metrics_address,
     require_purge_records,
     require_recording,
 )
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.node.watchdog import Verdict, Watchdog
+from tierkv.storage.boot import boot_id
 from tierkv.wire.session import SESSION_SOCKET_NAME
 
 GIVE_UP_AFTER = 5
@@ -183,7 +183,7 @@ class Supervisor:
         self._growth_due: float | None = None
         self._socket_check_due = time.monotonic() + SOCKET_CHECK_SECONDS
         self._socket_inode = self._find_socket()
-        self._boot = read_boot()
+        self._boot = boot_id()
         self._last_end: LastEnd | None = None
         self._end_problem = ""
         self._was_ready = False

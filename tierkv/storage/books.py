@@ -20,6 +20,7 @@ from tierkv.core.instructions import Difference, JournalHealth, PurgeScope
 from tierkv.core.journal import Account, Anonymizer, AnyRow, Begun, Ended, FileOf, Posting
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError, UnknownFormat
+from tierkv.storage.boot import boot_id
 from tierkv.storage.differences import Differences
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.journal import Journal
@@ -364,12 +365,3 @@ def _outcome(begun: Begun, num_bytes: int | None, now: float) -> AnyRow:
     if num_bytes is None:
         return Posting(now, group, Account.NVME, begun.target, begun.num_bytes, begun.reason, begun.file)
     return Ended(now, begun.file)
-
-
-def boot_id() -> str:
-    """Of the running kernel; empty where it does not say."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
