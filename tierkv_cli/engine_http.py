@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +58,17 @@ class Address:
     base: str
     url: str
     api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json"} | key
+
+    def connection(self, timeout_seconds: float) -> http.client.HTTPConnection:
+        """Not connected yet. Each operation on it may take so long."""
+        kind = http.client.HTTPSConnection if self.is_https else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout_seconds)
 
 
 def parse_address(url: str, api_key: str = "") -> Address:
@@ -125,14 +135,11 @@ class Engine:
         """One that is cut before it has answered anything is asked again over a new connection, once: engines close
         those that were idle."""
         payload = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if self._address.api_key:
-            headers["Authorization"] = f"Bearer {self._address.api_key}"
         while True:
             is_used = self._connection is not None
             try:
                 connection = self._connect()
-                connection.request(method, self._address.base + path, payload, headers)
+                connection.request(method, self._address.base + path, payload, self._address.headers)
                 response = connection.getresponse()
                 raw = response.read()
                 break
@@ -155,15 +162,7 @@ class Engine:
         if self._is_over:
             raise ConnectionAbortedError("interrupted")
         if self._connection is None:
-            address = self._address
-            connection: http.client.HTTPConnection
-            if address.is_https:
-                context = ssl.create_default_context()
-                connection = http.client.HTTPSConnection(
-                    address.host, address.port, timeout=CONNECT_SECONDS, context=context
-                )
-            else:
-                connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
+            connection = self._address.connection(CONNECT_SECONDS)
             connection.connect()
             connection.sock.settimeout(ANSWER_SECONDS)
             self._connection = connection

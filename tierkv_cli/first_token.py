@@ -47,13 +47,10 @@ def is_there(address: Address) -> bool:
 def _asked(
     address: Address, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float
 ) -> Iterator[http.client.HTTPResponse]:
-    kind = http.client.HTTPSConnection if address.is_https else http.client.HTTPConnection
-    connection = kind(address.host, address.port, timeout=timeout_seconds)
-    headers = {"Content-Type": "application/json"}
-    if address.api_key:
-        headers["Authorization"] = f"Bearer {address.api_key}"
+    connection = address.connection(timeout_seconds)
     try:
-        connection.request(method, address.base + path, None if body is None else json.dumps(body), headers)
+        payload = None if body is None else json.dumps(body)
+        connection.request(method, address.base + path, payload, address.headers)
         response = connection.getresponse()
         if response.status != 200:
             problem = problem_in(response.read(), response.reason)
