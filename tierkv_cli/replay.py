@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierkv_cli.options import NumberRange, debug_option, json_option
+from tierkv_cli.options import debug_option, json_option
 from tierkv_cli.plot import plot_option
+from tierkv_cli.trace_options import prefill_rate_option, size_option, token_bytes_option, trace_argument
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,22 +36,8 @@ def _capacity_option(ctx: click.Context, param: click.Parameter, value: Any) -> 
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def size_option(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    from tierkv.config.sizes import parse_size
-
-    if value is None:
-        return None
-    try:
-        size = parse_size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-    if not size:
-        raise click.BadParameter(f"{value!r} is nothing", ctx, param)
-    return size
-
-
 @click.command(short_help="Replay a trace against policies and capacities.")
-@click.argument("trace", metavar="TRACE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@trace_argument
 @click.option(
     "--capacity",
     "capacities",
@@ -74,22 +61,8 @@ def size_option(ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.option(
     "--extent-blocks", metavar="N", type=click.IntRange(1), help="Blocks of an extent. [default: 16 MiB, at least 1]"
 )
-@click.option(
-    "--token-bytes",
-    metavar="SIZE",
-    callback=size_option,
-    default="320KiB",
-    show_default=True,
-    help="KV of one token, where the trace does not say.",
-)
-@click.option(
-    "--prefill-rate",
-    metavar="TOKENS/S",
-    type=NumberRange(min=0, min_open=True),
-    default=12_000.0,
-    show_default=True,
-    help="How fast the engine computes the first tokens of a prompt.",
-)
+@token_bytes_option
+@prefill_rate_option
 @click.option(
     "--load-rate",
     metavar="SIZE/S",

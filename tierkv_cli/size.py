@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierkv_cli.options import NumberRange, debug_option, json_option
+from tierkv_cli.options import debug_option, json_option
 from tierkv_cli.plot import plot_option
-from tierkv_cli.replay import size_option, trace_as_object
+from tierkv_cli.replay import trace_as_object
+from tierkv_cli.trace_options import prefill_rate_option, size_option, token_bytes_option, trace_argument
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Say how much memory and NVMe requests are worth.")
-@click.argument("trace", metavar="TRACE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@trace_argument
 @click.option(
     "--host",
     metavar="SIZE",
@@ -35,22 +36,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="How much more is asked about.",
 )
-@click.option(
-    "--token-bytes",
-    metavar="SIZE",
-    callback=size_option,
-    default="320KiB",
-    show_default=True,
-    help="KV of one token, where the trace does not say.",
-)
-@click.option(
-    "--prefill-rate",
-    metavar="TOKENS/S",
-    type=NumberRange(min=0, min_open=True),
-    default=12_000.0,
-    show_default=True,
-    help="How fast the engine computes the first tokens of a prompt.",
-)
+@token_bytes_option
+@prefill_rate_option
 @click.option(
     "--load-rate",
     metavar="SIZE/S",
