@@ -1,7 +1,8 @@
 """What the core asks for, and what it is told: the declarations that core, front and workers share.
 
     Instruction   core -> storage worker   move or forget bytes; `op` names it in the report
-    Report        storage worker -> core   an instruction's outcome, or a fact about the tier
+                  core -> disk worker      the same, wrapped in OnDisk
+    Report        both -> core             an instruction's outcome, or a fact about the tier
     Notice        core -> front            an answer that became due, a thing worth counting
 
 Instructions and reports are also what travels on the channel between front and worker, so each is tagged.
@@ -10,6 +11,9 @@ Slots are byte offsets into the arena, in the order of their blocks.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import msgspec
 
@@ -83,8 +87,30 @@ class Read(Instruction, frozen=True, tag=True):
     slots: list[int]
 
 
+class Demote(Instruction, frozen=True, tag=True):
+    """Copy one file of one rank from NVMe to the disk tier, as it is: verified while it is copied, flushed, renamed.
+    Header and blocks must be what a Read of these fields would accept. A file that is there already and begins with
+    the same keys is left and counts as written. Reported as WriteDone only once it is flushed, with the size of the
+    file that is there."""
+
+    op: int
+    fingerprint: str
+    group: bytes
+    rank: int
+    key: bytes
+    parent: bytes
+    first_token: int
+    block_tokens: int
+    block_bytes: int
+    keys: bytes
+    created: float
+    last_used: float
+    hits: int = 0
+
+
 class Remove(Instruction, frozen=True, tag=True):
-    """`to` is the account that its bytes go to, for `reason`."""
+    """`to` is the account that its bytes go to, for `reason`. On the disk tier, which other nodes may share: a file
+    that was used later than `unless_used_since` stays, and StillUsed is the answer."""
 
     op: int
     fingerprint: str
@@ -93,6 +119,7 @@ class Remove(Instruction, frozen=True, tag=True):
     key: bytes
     to: str = "dropped"
     reason: Reason | None = None
+    unless_used_since: float = math.inf
 
 
 class SetAside(Instruction, frozen=True, tag=True):
@@ -395,6 +422,13 @@ class RemoveDone(Report, frozen=True, tag=True):
     op: int
 
 
+class StillUsed(Report, frozen=True, tag=True):
+    """Answers Remove: the file stays, for it was used at `last_used`, by another node too."""
+
+    op: int
+    last_used: float
+
+
 class OpFailed(Report, frozen=True, tag=True):
     """A Write, Remove or SetAside that did not happen. `problem` is for the log."""
 
@@ -590,6 +624,7 @@ AnyInstruction = (
     OpenNamespace
     | Write
     | Read
+    | Demote
     | Remove
     | SetAside
     | Touch
@@ -617,6 +652,7 @@ AnyReport = (
     | WriteDone
     | ReadDone
     | RemoveDone
+    | StillUsed
     | OpFailed
     | TierHealth
     | Alive
@@ -634,3 +670,10 @@ AnyReport = (
     | Reckoned
     | Stopped
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """An instruction for the worker of the disk tier; all others are for the storage worker, who has NVMe."""
+
+    instruction: AnyInstruction

@@ -22,10 +22,11 @@ import msgspec
 
 
 class Account(StrEnum):
-    """The closed list. The first two are tiers: what is there. The others say where bytes come from or went."""
+    """The closed list. The first three are tiers: what is there. The others say where bytes come from or went."""
 
     HOST = "host"
     NVME = "nvme"
+    DISK = "disk"
     COMPUTED = "computed"
     COPIED = "copied"
     DROPPED = "dropped"
@@ -34,7 +35,7 @@ class Account(StrEnum):
     FOUND = "found"
 
 
-TIERS = (Account.HOST, Account.NVME)
+TIERS = (Account.HOST, Account.NVME, Account.DISK)
 
 
 class FileOf(msgspec.Struct, frozen=True, array_like=True):

@@ -41,7 +41,7 @@ BYTES_OF_A_WIPE = 16 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes in bytes, durations in seconds, shares of 1. `nvme_bytes` 0: there is no NVMe tier."""
+    """Sizes in bytes, durations in seconds, shares of 1. `nvme_bytes` 0: there is no NVMe tier; `disk_bytes` alike."""
 
     host_bytes: int
     slab_bytes: int
@@ -51,6 +51,7 @@ class Limits:
     session_bytes: int
     inflight_writes: int
     inflight_reads: int
+    disk_bytes: int = 0
     page_bytes: int = PAGE_BYTES
     staged_seconds: float = 60.0
     touch_seconds: float = 5.0
@@ -501,6 +502,10 @@ class Ledger:
         )
 
     # ---- what a use saves
+
+    def prefill_rate(self, group: Group) -> float:
+        """Tokens a second that an engine of this group computes at the start of a prompt."""
+        return self.limits.prefill_tokens_per_second
 
     def seconds_per_byte(self, extent: Extent) -> float:
         return self.group_of(extent).seconds_per_byte

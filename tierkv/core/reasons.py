@@ -16,9 +16,12 @@ class Reason(StrEnum):
     EXPIRED = "expired"  # unused for as long as its tenant keeps things
     WRITE_BUDGET = "write_budget"  # the day's bytes are written, and it was used once
     WORTH_LESS = "worth_less"  # new, and less likely to be used again than what would have to go for it
+    DISK_BEHIND = "disk_behind"  # the disk tier takes extents more slowly than NVMe has to let go of them
+    SLOWER_THAN_COMPUTE = "slower_than_compute"  # to load it takes longer than to compute it again
     # the tier is not in use
     NVME_OFF = "nvme_off"
     NVME_DEGRADED = "nvme_degraded"
+    DISK_DEGRADED = "disk_degraded"
     NOT_PERSISTENT = "not_persistent"
     # bytes
     CHECKSUM = "checksum"
@@ -29,6 +32,7 @@ class Reason(StrEnum):
     KEY_MISMATCH = "key_mismatch"
     NOT_FOUND = "not_found"
     UNKNOWN_FORMAT = "unknown_format"
+    NAME_TAKEN = "name_taken"  # on the disk tier, by another node's extent that goes on otherwise
     REPORTED_BAD = "reported_bad"
     # input and output
     IO_ERROR = "io_error"
