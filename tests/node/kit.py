@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tierkv.core.identity import Identity, Layout, Parallel
-from tierkv.core.instructions import AnyInstruction, AnyReport, BalanceHost, JournalRows, Recovered, TierHealth
+from tierkv.core.instructions import AnyInstruction, AnyReport, BalanceTier, JournalRows, Recovered, TierHealth
 from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.core.state import CacheState, Limits
 from tierkv.node.core_calls import CoreCalls
@@ -65,7 +65,7 @@ class Kit:
     takes_replies: bool = True
     replies: list[tuple[bytes, Reply]] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
-    booked: list[JournalRows | BalanceHost] = field(default_factory=list)
+    booked: list[JournalRows | BalanceTier] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limits = Limits(
@@ -172,8 +172,8 @@ class Kit:
         assert self.worker is not None
         self.mover.flush()
         told = self.worker.receive(0.0)
-        self.booked += [one for one in told if isinstance(one, JournalRows | BalanceHost)]
-        return [one for one in told if not isinstance(one, JournalRows | BalanceHost)]
+        self.booked += [one for one in told if isinstance(one, JournalRows | BalanceTier)]
+        return [one for one in told if not isinstance(one, JournalRows | BalanceTier)]
 
     def report(self, *reports: AnyReport) -> None:
         assert self.worker is not None

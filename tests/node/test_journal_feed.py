@@ -8,7 +8,7 @@ import pytest
 
 from tests.node.kit import BLOCK_BYTES, GROUP, HOST_BYTES, Kit
 from tests.node.test_reading_and_writing import flush, store
-from tierkv.core.instructions import BalanceHost, JournalRows
+from tierkv.core.instructions import BalanceTier, JournalRows
 from tierkv.core.journal import Account, Balances, EvictionRow, Posting, RegretRow
 from tierkv.core.reasons import Reason
 from tierkv.node import journal_feed
@@ -80,7 +80,7 @@ def test_a_worker_that_reads_nothing_costs_rows_and_nobody_s_time(
     durable.tick(journal_feed.PERIOD_SECONDS)
     durable.instructions()
     (usage,) = durable.state.usage()
-    assert durable.booked[-1] == BalanceHost([(GROUP, usage.host_bytes)], Reason.NO_ROOM)
+    assert durable.booked[-1] == BalanceTier([(GROUP, usage.host_bytes)], Reason.NO_ROOM)
     assert not any(isinstance(row, Posting) for row in rows(durable))
 
 
@@ -89,7 +89,7 @@ def test_the_next_worker_is_told_what_host_memory_holds(durable: Kit) -> None:
     durable.kill_worker()
     durable.start_worker()
     durable.instructions()
-    assert durable.booked[-1] == BalanceHost([(GROUP, 2 * BLOCK_BYTES)], Reason.WORKER_DIED)
+    assert durable.booked[-1] == BalanceTier([(GROUP, 2 * BLOCK_BYTES)], Reason.WORKER_DIED)
 
 
 def test_an_end_in_order_books_that_memory_is_given_up(durable: Kit) -> None:
@@ -97,7 +97,7 @@ def test_an_end_in_order_books_that_memory_is_given_up(durable: Kit) -> None:
     draining = Draining(durable.core, durable.service, 0.0, durable.now)
     draining.step(durable.now)
     durable.instructions()
-    assert durable.booked[-1] == BalanceHost([], Reason.SHUTDOWN)
+    assert durable.booked[-1] == BalanceTier([], Reason.SHUTDOWN)
 
 
 def test_without_a_data_directory_the_last_rows_are_kept_and_tell_since_when(monkeypatch: pytest.MonkeyPatch) -> None:

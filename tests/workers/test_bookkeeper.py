@@ -10,7 +10,7 @@ from tests.storage.samples import Sample
 from tests.workers.desk import SECONDS, Desk, remove_order
 from tests.workers.test_purger import other_tenants, record, sweep
 from tierkv.core.instructions import (
-    BalanceHost,
+    BalanceTier,
     CountFiles,
     Difference,
     FilesCounted,
@@ -125,13 +125,23 @@ def test_rows_of_the_front_are_reported_on_after_a_death_as_well(tmp_path: Path)
 def test_host_memory_is_balanced_when_rows_were_lost(tmp_path: Path) -> None:
     with Desk(tmp_path / "data") as desk:
         desk.send(JournalRows([Posting(1.0, GROUP, Account.COMPUTED, Account.HOST, 100)]))
-        desk.send(BalanceHost([(GROUP, 70), (b"o" * 32, 5)], Reason.WORKER_DIED))
+        desk.send(BalanceTier([(GROUP, 70), (b"o" * 32, 5)], Reason.WORKER_DIED))
         read(desk)
         assert (balance(desk, Account.HOST, GROUP), balance(desk, Account.DROPPED, GROUP)) == (70, 30)
         assert balance(desk, Account.FOUND, b"o" * 32) == -5
-        desk.send(BalanceHost([], Reason.SHUTDOWN))
+        desk.send(BalanceTier([], Reason.SHUTDOWN))
         read(desk, op=71)
         assert balance(desk, Account.HOST, GROUP) == 0
+
+
+def test_each_tier_is_balanced_by_itself(tmp_path: Path) -> None:
+    with Desk(tmp_path / "data") as desk:
+        desk.send(JournalRows([Posting(1.0, GROUP, Account.COMPUTED, Account.HOST, 100)]))
+        desk.send(JournalRows([Posting(1.0, GROUP, Account.COPIED, Account.DISK, 100)]))
+        desk.send(BalanceTier([(GROUP, 130)], Reason.NODE_AWAY, Account.DISK))
+        read(desk)
+        assert (balance(desk, Account.HOST, GROUP), balance(desk, Account.DISK, GROUP)) == (100, 130)
+        assert balance(desk, Account.FOUND, GROUP) == -30
 
 
 def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path: Path, monkeypatch) -> None:

@@ -282,11 +282,13 @@ class JournalRows(Instruction, frozen=True, tag=True):
     rows: list[Posting | EvictionRow | RegretRow]
 
 
-class BalanceHost(Instruction, frozen=True, tag=True):
-    """Host memory holds this, by group, and nothing else: rows of what led there are missing, for `reason`."""
+class BalanceTier(Instruction, frozen=True, tag=True):
+    """The tier of `account`, host memory or disk, holds this, by group, and nothing else: rows of what led there are
+    missing, for `reason`."""
 
     groups: list[tuple[bytes, int]]
     reason: Reason
+    account: str = "host"
 
 
 class ReadJournal(Instruction, frozen=True, tag=True):
@@ -636,7 +638,7 @@ AnyInstruction = (
     | RecordPin
     | ForgetPin
     | JournalRows
-    | BalanceHost
+    | BalanceTier
     | ReadJournal
     | CountFiles
     | Reckon

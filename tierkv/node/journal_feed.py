@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierkv.core.eviction_report import EvictionReport, summarize
 from tierkv.core.grants import Evicted, Regretted
-from tierkv.core.instructions import AnyInstruction, BalanceHost, JournalRows
+from tierkv.core.instructions import AnyInstruction, BalanceTier, JournalRows
 from tierkv.core.journal import Anonymizer, EvictionRow, Posting, RegretRow
 from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState
@@ -115,14 +115,14 @@ class JournalFeed:
         for start in range(0, len(rows), ROWS_OF_A_MESSAGE):
             self._send(JournalRows(rows[start : start + ROWS_OF_A_MESSAGE]))
         if self._unbalanced is not None:
-            self._send(BalanceHost(self._state.host_balances(), self._unbalanced))
+            self._send(BalanceTier(self._state.host_balances(), self._unbalanced))
             self._unbalanced = None
 
     def close(self, now: float) -> None:
         """Send what waits, and that all of host memory is given up."""
         self.flush(now)
         if self._has_nvme and self._mover.is_attached:
-            self._send(BalanceHost([], Reason.SHUTDOWN))
+            self._send(BalanceTier([], Reason.SHUTDOWN))
 
     def _send(self, instruction: AnyInstruction) -> None:
         self._mover.send(instruction)

@@ -241,19 +241,20 @@ class Books:
         source, target = (Account.FOUND, account) if num_bytes > 0 else (account, Account.FOUND)
         self.append([Posting(self._now(), group, source, target, abs(num_bytes), reason)])
 
-    def balance_host(self, groups: Sequence[tuple[bytes, int]], reason: str) -> None:
-        """Host memory holds this and nothing else. What is gone with an earlier front was dropped."""
+    def balance(self, groups: Sequence[tuple[bytes, int]], reason: str, account: str = Account.HOST) -> None:
+        """This tier, host memory or disk, holds this and nothing else. What is gone with an earlier front was dropped;
+        on disk another node may have done that."""
         if self._journal is None:
             return
         now, there = self._now(), dict(groups)
-        booked = self._journal.balances.of_account(Account.HOST)
+        booked = self._journal.balances.of_account(account)
         rows = []
         for group in sorted({*there, *booked}):
             change = there.get(group, 0) - booked.get(group, 0)
             if change > 0:
-                rows.append(Posting(now, group, Account.FOUND, Account.HOST, change, reason))
+                rows.append(Posting(now, group, Account.FOUND, account, change, reason))
             elif change < 0:
-                rows.append(Posting(now, group, Account.HOST, Account.DROPPED, -change, reason))
+                rows.append(Posting(now, group, account, Account.DROPPED, -change, reason))
         self.append(rows)
 
     # ---------------------------------------------------------------- counting

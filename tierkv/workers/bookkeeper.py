@@ -19,7 +19,7 @@ import msgspec
 
 from tierkv.core.eviction_report import EvictionReport, summarize
 from tierkv.core.instructions import (
-    BalanceHost,
+    BalanceTier,
     CountFiles,
     Difference,
     FilesCounted,
@@ -75,7 +75,7 @@ class Bookkeeper:
         self._grown = grown
         self._on_death = on_death
         self._post = (roll or Roll()).post("journal")
-        self._waiting: list[AnyRow | BalanceHost] = []
+        self._waiting: list[AnyRow | BalanceTier] = []
         self._is_busy = False
         self._is_hurried = False
         self._is_closed = False
@@ -92,11 +92,11 @@ class Bookkeeper:
         """Waits for nothing: what finds no room is dropped, and counted."""
         self._put(rows.rows)
 
-    def balance_host(self, balance: BalanceHost) -> None:
+    def balance(self, balance: BalanceTier) -> None:
         """Carried out behind the rows that were added before."""
         self._put([balance])
 
-    def _put(self, rows: Sequence[AnyRow | BalanceHost]) -> None:
+    def _put(self, rows: Sequence[AnyRow | BalanceTier]) -> None:
         with self._lock:
             if len(self._waiting) + len(rows) > MAX_WAITING:
                 self.books.count_dropped(Reason.NO_ROOM, len(rows))
@@ -151,13 +151,13 @@ class Bookkeeper:
     def _has_gathered(self) -> bool:
         return len(self._waiting) >= ROWS_OF_A_BATCH or self._is_hurried or self._is_closed
 
-    def _write(self, batch: list[AnyRow | BalanceHost]) -> None:
+    def _write(self, batch: list[AnyRow | BalanceTier]) -> None:
         rows: list[AnyRow] = []
         for item in batch:
-            if isinstance(item, BalanceHost):
+            if isinstance(item, BalanceTier):
                 self.books.append(rows)
                 rows = []
-                self.books.balance_host(item.groups, item.reason)
+                self.books.balance(item.groups, item.reason, item.account)
             else:
                 rows.append(item)
         self.books.append(rows)

@@ -28,7 +28,7 @@ from functools import partial
 
 from tierkv.core.instructions import (
     AnyInstruction,
-    BalanceHost,
+    BalanceTier,
     CancelScrub,
     CountFiles,
     ForgetPin,
@@ -353,8 +353,8 @@ class StorageWorker:
                 self._pin_keeper.forget(instruction)
             case JournalRows():
                 self._bookkeeper.add(instruction)
-            case BalanceHost():
-                self._bookkeeper.balance_host(instruction)
+            case BalanceTier():
+                self._bookkeeper.balance(instruction)
             case ReadJournal():
                 self._bookkeeper.read(instruction)
             case CountFiles():
