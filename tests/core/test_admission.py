@@ -11,7 +11,7 @@ from tierkv.core.admission import DAY_SECONDS, STARTS_WITH, WriteBudget
 from tierkv.core.grants import NO_ROOM, Dropped, Lease, Regretted, Reservation
 from tierkv.core.instructions import Write
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 from tierkv.core.state import CacheState
 from tierkv.core.value.hazards import NUM_BUCKETS
 from tierkv.core.value.kinds import NUM_KINDS
@@ -311,7 +311,7 @@ def test_a_file_that_is_worth_less_than_those_on_a_full_drive_is_not_written() -
         use(bench, bench.prompt(turn % 4, 9))
     bench.store_durably(bench.prompt(50, 51))
     extent = bench.state._ledger.tree.heads[bench.prompt(50).key(0)]
-    assert extent.nvme is NvmeState.ABSENT
+    assert extent.nvme is FileState.ABSENT
     assert dropped(bench) == [Reason.WORTH_LESS]
     assert len(bench.disk.files) == 4
 

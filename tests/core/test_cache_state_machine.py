@@ -59,7 +59,7 @@ from tierkv.core.pins import PinPhase, PinRefused
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant
 from tierkv.core.purges import MAX_REMEMBERED, PurgePhase
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 from tierkv.core.state import CacheState, Limits
 from tierkv.core.warmup import WarmupScope
 
@@ -1238,8 +1238,8 @@ class CacheMachine(RuleBasedStateMachine):
             for doomed in extent.doomed:
                 claim(doomed.slots, f"doomed of {extent}")
                 assert doomed.waits_for
-        for op in cascade._ops.values():
-            claim(getattr(op, "slots", []), f"{op}")
+        for slot, owner in cascade.slots_being_read():
+            claim([slot], owner)
         for wipe in self.state._wiping.all():
             claim(wipe.slots, "a wipe")
         assert set(owners) == ledger.pool.used_slots(), "slots in use that nobody owns, or the other way round"
@@ -1265,7 +1265,7 @@ class CacheMachine(RuleBasedStateMachine):
     def booked_bytes(self) -> int:
         """What the core says lies on the disk, or will, what a purge could not yet remove included."""
         nvme = self.state.tiers()[1]
-        return nvme.used_bytes + nvme.reserved_bytes + self.state._cascade._stranded_bytes
+        return nvme.used_bytes + nvme.reserved_bytes + self.state._cascade.nvme.stranded_bytes
 
     @invariant()
     def a_match_is_no_more_than_was_committed_and_is_there(self) -> None:
@@ -1284,7 +1284,7 @@ class CacheMachine(RuleBasedStateMachine):
                         assert prompt.key(index) in committed, "matched what nobody committed"
                         assert segment.extent.block_key(at) == prompt.key(index)
                         in_host = at < len(segment.extent.slots[rank])
-                        on_disk = segment.extent.nvme is NvmeState.PRESENT and (
+                        on_disk = segment.extent.nvme is FileState.PRESENT and (
                             prompt.key(index) in harmed
                             or self.disk.has_block(prompt.group, rank, segment.extent.key, at)
                         )
@@ -1294,7 +1294,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def a_file_that_is_believed_in_is_there(self) -> None:
         for extent in self.state._ledger.tree:
-            if extent.nvme is NvmeState.PRESENT:
+            if extent.nvme is FileState.PRESENT:
                 for rank in range(len(extent.slots)):
                     file = self.disk.files.get((extent.group, rank, extent.key))
                     is_right = file is not None and file.keys.startswith(extent.keys)
@@ -1380,7 +1380,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert (state.num_leases, state.num_tickets, state.num_sessions) == (0, 0, 0)
         assert not ledger.staged
         assert not ledger.writing
-        assert state.dirty().extents == 0 or not state._cascade.is_writable
+        assert state.dirty().extents == 0 or not state._cascade.nvme.is_writable
         known = [progress for purge in self.purges if (progress := state.purge_progress(purge)) is not None]
         assert len(known) >= min(len(self.purges), MAX_REMEMBERED)
         for progress in known:
@@ -1392,8 +1392,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert not extent.holds
             assert not extent.doomed
             assert not extent.reading
-            assert not extent.ops
-            assert extent.nvme in (NvmeState.ABSENT, NvmeState.PRESENT), "waits for what nobody does"
+            assert state._cascade.is_at_rest(extent)
+            assert extent.nvme in (FileState.ABSENT, FileState.PRESENT), "waits for what nobody does"
             resident += sum(map(len, extent.slots)) * ledger.group_of(extent).slot_bytes
         assert ledger.pool.used_bytes == resident
         assert ledger.doomed_bytes == 0
@@ -1402,7 +1402,7 @@ class CacheMachine(RuleBasedStateMachine):
             known = {
                 (extent.group, rank, extent.key)
                 for extent in ledger.tree
-                if extent.nvme is not NvmeState.ABSENT
+                if extent.nvme is not FileState.ABSENT
                 for rank in range(len(extent.slots))
             }
             assert set(self.disk.files) <= known, "a file that nobody knows"

@@ -50,7 +50,7 @@ def test_a_seal_names_the_cause_for_which_a_file_is_not_there() -> None:
     assert seal_flushed(bench, evicted).reason is Reason.EVICTED
     bench.absorb(bench.state.report(TierHealth(False, 0, 0, Reason.IO_ERROR), bench.now))
     extent = bench.state._ledger.tree.heads[lost.key(0)]
-    bench.state._cascade.lose_file(extent, Reason.CHECKSUM, bench.now)
+    bench.state._cascade.losses.lose_file(extent, Reason.CHECKSUM, bench.now)
     bench.absorb(bench.state.report(TierHealth(False, 0, 0, Reason.IO_ERROR), bench.now))
     assert seal_flushed(bench, lost).reason is Reason.IO_ERROR  # what keeps it from being written again
 

@@ -6,7 +6,7 @@ import pytest
 
 from tierkv.core.extent import Branch, Extent
 from tierkv.core.keys import chain_keys, key_at, pack_tokens
-from tierkv.core.residency import NvmeEvent, NvmeState
+from tierkv.core.residency import FileEvent, FileState
 from tierkv.errors import BrokenInvariant
 
 GROUP = b"g" * 32
@@ -58,7 +58,7 @@ def test_a_hit_warms_as_far_as_it_reached() -> None:
 
 def test_a_move_that_is_not_in_the_table_names_the_extent() -> None:
     extent = extent_of(2)
-    extent.move(NvmeEvent.ADMIT)
-    assert extent.nvme is NvmeState.QUEUED
+    extent.move(FileEvent.ADMIT)
+    assert extent.nvme is FileState.QUEUED
     with pytest.raises(BrokenInvariant, match=f"{extent.key[:4].hex()}.*2 blocks, growing"):
-        extent.move(NvmeEvent.FLUSHED)
+        extent.move(FileEvent.FLUSHED)

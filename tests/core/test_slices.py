@@ -10,7 +10,7 @@ import gc
 import pytest
 
 from tests.core.simulation import make_group
-from tierkv.core import cascade as cascade_module
+from tierkv.core import tier_room
 from tierkv.core.grants import Evicted
 from tierkv.core.instructions import ExtentRow, Recovered, Remove, RemoveDone, Rows, TierHealth
 from tierkv.core.state import CacheState, Limits
@@ -71,7 +71,7 @@ def large() -> tuple[CacheState, bytes]:
 )
 def test_half_of_a_large_tier_goes_in_slices(large: tuple[CacheState, bytes]) -> None:
     state, group = large
-    most = 2 * cascade_module.EVICTIONS_AT_A_TIME  # an event of its own, and what is due after each
+    most = 2 * tier_room.EVICTIONS_AT_A_TIME  # an event of its own, and what is due after each
     evicted, now, removes = 0, 2.0, []
     effects = state.nvme_limit(EXTENTS // 2 * FILE_BYTES, now)
     for turn in range(2 * EXTENTS):

@@ -561,7 +561,7 @@ def test_what_was_purged_meanwhile_is_left_out() -> None:
     bench.start().warm_up()
     for extent in list(bench.state._ledger.tree):
         if bench.names[extent.key] in ("1", "4"):
-            bench.state._cascade.purge(extent, bench.now)
+            bench.state._cascade.purge(extent)
     bench.finish_reads()
     assert bench.names_read() == ["0", "1", "2", "3", "5"]
     progress = bench.progress()

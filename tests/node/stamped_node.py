@@ -332,7 +332,7 @@ def require_quiet(kit: Kit) -> None:
     assert (state.num_reads_waiting, state.num_writes_waiting) == (0, 0)
     assert all(session.held_bytes == 0 for session in ledger.sessions.values())
     assert sum(group.host_slots * group.slot_bytes for group in ledger.groups.values()) == ledger.pool.used_bytes
-    assert all(not extent.holds and not extent.reading and not extent.ops for extent in ledger.tree)
+    assert all(not extent.holds and not extent.reading and state._cascade.is_at_rest(extent) for extent in ledger.tree)
 
 
 def unpack(packed: bytes) -> list[int]:

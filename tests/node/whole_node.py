@@ -97,7 +97,7 @@ class WholeNode:
     def is_quiet(self) -> bool:
         state = self.kit.state
         is_idle = not (state.num_reads_waiting or state.num_writes_waiting or state.dirty().extents)
-        return is_idle and not state._cascade.removing_bytes
+        return is_idle and not state._cascade.nvme.removing_bytes
 
     def settle(self) -> None:
         """What still grows is sealed, and all is written."""

@@ -17,7 +17,7 @@ from itertools import count
 
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 
 DAY_SECONDS = 86_400.0
 STARTS_WITH = 1 / 24
@@ -28,7 +28,7 @@ MOST_WAITING = 4_096
 
 _AND_A_BIT_SECONDS = 0.01  # sums of fractions must not fall short by one
 
-_ON_THE_WAY = (NvmeState.QUEUED, NvmeState.WRITING, NvmeState.PRESENT)
+_ON_THE_WAY = (FileState.QUEUED, FileState.WRITING, FileState.PRESENT)
 
 
 class WriteBudget:

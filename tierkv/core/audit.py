@@ -14,7 +14,7 @@ from tierkv.core.keys import KEY_BYTES, split_keys
 from tierkv.core.ledger import Ledger
 from tierkv.core.pinned import Stay
 from tierkv.core.pins import Pins
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 from tierkv.core.value.hazards import TOKENS_OF_A_UNIT
 from tierkv.core.value.kinds import NUM_KINDS
 from tierkv.core.wiping import Wiping
@@ -92,11 +92,11 @@ def _check_extents(ledger: Ledger) -> None:
         _require(extent.in_tree and extent.key == key == extent.block_key(0), f"not under its key: {story}")
         _require(len(extent.keys) == extent.num_blocks * KEY_BYTES > 0, f"keys and length differ: {story}")
         _require(
-            extent.nvme is NvmeState.PRESENT or extent.host_blocks == extent.num_blocks,
+            extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks,
             f"a block without a usable copy in every rank: {story}",
         )
         _require(extent.longest_host_blocks <= extent.num_blocks, f"more slots than blocks: {story}")
-        _require(extent.sealed or extent.nvme is NvmeState.ABSENT, f"on NVMe and not sealed: {story}")
+        _require(extent.sealed or extent.nvme is FileState.ABSENT, f"on NVMe and not sealed: {story}")
         _require((extent in ledger.unsealed) != extent.sealed, f"seal and list of growing ones differ: {story}")
         _require(extent.hot_blocks <= extent.num_blocks, f"hotter than long: {story}")
         _require(not extent.purged, f"purged and still to be found: {story}")
@@ -165,21 +165,21 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
         _require(group.host_slots == host[key], f"{group.host_slots} host slots counted, {host[key]} there")
     for share in ledger.shares.all:
         its = [group for group in ledger.groups.values() if group.share is share]
-        on_nvme = sum(map(cascade.nvme_bytes_of, its))
+        on_nvme = sum(map(cascade.nvme.staying_bytes_of, its))
         in_host = sum(group.host_slots * group.slot_bytes for group in its)
         for ticket in ledger.tickets.values():
             group = ledger.groups[ticket.group]
             in_host += len(ticket.offsets) * group.slot_bytes if group.share is share else 0
         found = (share.host_bytes, share.nvme_bytes)
         _require(found == (in_host, on_nvme), f"{share.name} uses {found} counted, {in_host, on_nvme} there")
-    cascade.check_sums()
+    cascade.nvme.check_sums()
     if ledger.has_nvme:
-        room = ledger.limits.nvme_bytes - cascade.overhead_bytes
-        staying = cascade.nvme_used + cascade.nvme_reserved - cascade.removing_bytes
+        room = ledger.limits.nvme_bytes - cascade.nvme.overhead_bytes
+        staying = cascade.nvme.used_bytes + cascade.nvme.reserved_bytes - cascade.nvme.removing_bytes
         _require(
             staying <= room
             or cascade.is_behind
-            or not cascade.can_remove
+            or not cascade.nvme.can_remove
             or not any(map(ledger.may_leave_nvme, ledger.tree)),
             f"NVMe beyond its capacity while something may go: {staying} bytes stay where {room} may",
         )
@@ -243,7 +243,7 @@ def _check_pins(ledger: Ledger, pins: Pins) -> None:
 
 def _check_stay(ledger: Ledger, extent: Extent, stay: Stay, in_host: dict[bytes, int]) -> None:
     keys = split_keys(extent.keys)
-    is_on_nvme = extent.nvme is NvmeState.PRESENT
+    is_on_nvme = extent.nvme is FileState.PRESENT
     kept = in_host if is_on_nvme else ledger.pins.wanted
     depth = next((index for index, key in enumerate(keys) if key not in kept), len(keys))
     story = f"{stay} of {extent!r}, of which {depth} blocks are to stay in host memory"

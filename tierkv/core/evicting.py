@@ -10,11 +10,13 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierkv.core.cascade import EVICTIONS_AT_A_TIME, Cascade, parts_on_nvme
+from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
+from tierkv.core.nvme_eviction import parts_on_nvme
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
+from tierkv.core.tier_room import EVICTIONS_AT_A_TIME
 from tierkv.core.value.cost import prefill_seconds
 from tierkv.core.value.order import EvictionOrder, Rank
 
@@ -72,7 +74,7 @@ class EvictState:
 def used_bytes(ledger: Ledger, cascade: Cascade, tier: str) -> int:
     """Files on their way out are gone already."""
     if tier == "nvme":
-        return cascade.nvme_used - cascade.removing_bytes
+        return cascade.nvme.used_bytes - cascade.nvme.removing_bytes
     return sum(group.host_slots * group.slot_bytes for group in ledger.groups.values())
 
 
@@ -84,7 +86,7 @@ def evict(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerprin
     while state.used_bytes > to_bytes and state.evictions < EVICTIONS_AT_A_TIME:
         extent = source.take()
         if extent is None:
-            state.reason = Reason.NO_ROOM if tier == "host" or cascade.can_remove else Reason.READ_ONLY
+            state.reason = Reason.NO_ROOM if tier == "host" or cascade.nvme.can_remove else Reason.READ_ONLY
             break
         concerned = list(_with_parent(extent))  # when it has left the tree, nobody knows what it hung on
         if tier == "nvme":
@@ -114,7 +116,7 @@ def preview(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerpr
                 break
             extent = source.take()
             if extent is None:
-                state.reason = Reason.NO_ROOM if tier == "host" or cascade.can_remove else Reason.READ_ONLY
+                state.reason = Reason.NO_ROOM if tier == "host" or cascade.nvme.can_remove else Reason.READ_ONLY
                 break
             victims = ahead.go(extent, tier, state.used_bytes - to_bytes)
             state.add(victims)
@@ -164,7 +166,7 @@ class _There:
     def victim_in_host(self, extent: Extent, remaining: int) -> Victim:
         longest = self.host_blocks(extent)
         gone = sum(max(0, min(len(slots), longest) - remaining) for slots in extent.slots)
-        to = "nvme" if extent.nvme is NvmeState.PRESENT else "dropped"
+        to = "nvme" if extent.nvme is FileState.PRESENT else "dropped"
         num_bytes = gone * self.ledger.group_of(extent).slot_bytes
         return self._victim(extent, remaining, longest - remaining, num_bytes, to)
 
@@ -214,7 +216,7 @@ class _Ahead(_There):
         if extent in self._gone or extent.reading or not ledger.may_leave_host(extent):
             return None
         floor = max(extent.held_blocks, ledger.pins.host_blocks(extent))
-        is_on_nvme = extent.nvme is NvmeState.PRESENT
+        is_on_nvme = extent.nvme is FileState.PRESENT
         for branch in extent.branch_points:
             kids = [kid for kid in branch.kids if kid not in self._gone]
             if any(map(self.host_blocks, kids)) or (kids and not is_on_nvme):
@@ -248,7 +250,7 @@ class _Ahead(_There):
         remaining = self.remaining(extent, surplus)
         victim = self.victim_in_host(extent, remaining)
         self._remaining[extent] = remaining
-        if not remaining and extent.nvme is not NvmeState.PRESENT:
+        if not remaining and extent.nvme is not FileState.PRESENT:
             self._gone.add(extent)
         return [victim]
 
@@ -323,7 +325,7 @@ class _SourceOfModel(_Source):
 
 
 def _source(there: _There, cascade: Cascade, tier: str, fingerprint: str, now: float) -> _Source:
-    if tier == "nvme" and not cascade.can_remove:
+    if tier == "nvme" and not cascade.nvme.can_remove:
         return _Source(there, tier, now, [])
     if fingerprint:
         return _SourceOfModel(there, tier, now, fingerprint)

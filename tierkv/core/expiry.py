@@ -7,10 +7,11 @@ pinned, or on its way to a disk stays until it is not; nothing goes before what 
 
 from __future__ import annotations
 
-from tierkv.core.cascade import EVICTIONS_AT_A_TIME, Cascade
+from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
 from tierkv.core.tenancy import TenantName
+from tierkv.core.tier_room import EVICTIONS_AT_A_TIME
 
 DEFAULT = "default"
 """Names every tenant that no other rule covers, those without a salt as well."""
@@ -43,7 +44,7 @@ class Expiry:
         return self._seconds[group]
 
     def tick(self, now: float) -> None:
-        if not self._shortest or not self._cascade.is_open:
+        if not self._shortest or not self._cascade.nvme.is_open:
             return
         if not self._todo:
             if now < self._due:
@@ -67,11 +68,11 @@ class Expiry:
         went = 0
         following: Extent | None = extent
         while following is not None and following.in_tree and self._is_over(following, now):
-            if not self._cascade.may_expire(following):
+            if not self._cascade.losses.may_expire(following):
                 self._soonest = min(self._soonest, now + self._interval)  # looked at again
                 break
             above = following.above.owner if following.above is not None else None
-            self._cascade.expire(following, now)
+            self._cascade.losses.expire(following, now)
             went += 1
             following = above
         return went
@@ -86,6 +87,6 @@ class Expiry:
         return end <= now
 
     def next_wakeup(self) -> float | None:
-        if not self._shortest or not self._cascade.is_open:
+        if not self._shortest or not self._cascade.nvme.is_open:
             return None
         return 0.0 if self._todo else self._due

@@ -39,7 +39,7 @@ from tierkv.core.identity import Identity, Layout
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, count_keys, key_at, split_keys
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.recent import RecentAcquire
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 
 MISSING_LOOKED_AT = 4_096
 """Blocks behind the end of what is cached of which is said what is known of each."""
@@ -133,7 +133,7 @@ def _stretches(path: list[Segment], group: Group) -> Iterator[Stretch]:
     """One or two an extent: a file has all of its blocks, host memory the first ones."""
     for segment in path:
         extent = segment.extent
-        has_file = extent.nvme is NvmeState.PRESENT
+        has_file = extent.nvme is FileState.PRESENT
         in_host = min(segment.blocks, extent.host_blocks)
         for first, end, tiers in (
             (0, in_host, ("host", "nvme") if has_file else ("host",)),

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeEvent, NvmeState, next_state
+from tierkv.core.residency import FileEvent, FileState, next_state
 from tierkv.core.value.kinds import kind_of_used
 
 # There may be a million extents, most of them at rest: what they have none of they share.
@@ -79,7 +79,6 @@ class Extent:
     __slots__ = (
         "_branches",
         "above",
-        "condemned",
         "created",
         "cut_at",
         "doomed",
@@ -90,7 +89,6 @@ class Extent:
         "holds",
         "hot_blocks",
         "in_tree",
-        "is_stray",
         "key",
         "keys",
         "kind",
@@ -101,7 +99,6 @@ class Extent:
         "num_blocks",
         "nvme",
         "nvme_bytes",
-        "ops",
         "parent",
         "purged",
         "reading",
@@ -128,14 +125,11 @@ class Extent:
         self.extras: Mapping[int, list[bytes]] = _NO_EXTRAS
         self.sealed = False
         self.in_tree = False
-        self.condemned = False  # its file must go as soon as the operations on it end
         self.purged = False  # its slots are wiped before anybody else gets them
-        self.is_stray = False  # a worker that died may have left a file of it
         self.why_not_there: Reason | None = None  # on NVMe: why its last write did not happen, or its file went
         self.slots: Sequence[Sequence[int]] = _no_slots(ranks)
-        self.nvme = NvmeState.ABSENT
+        self.nvme = FileState.ABSENT
         self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT
-        self.ops: tuple[int, ...] = ()  # writes or removes in flight
         self.reading: Mapping[int, int] = _NO_READS  # rank -> op of the read that fills its slots
         self.holds: Mapping[Hashable, int] = _NO_HOLDS  # who -> how many blocks from the first must stay
         self.doomed: tuple[Doomed, ...] = ()
@@ -225,10 +219,7 @@ class Extent:
         """What hangs behind block `index`."""
         return next((branch for branch in self.branch_points if branch.index == index), None)
 
-    def end_op(self, op: int) -> None:
-        self.ops = tuple(other for other in self.ops if other != op)
-
-    def move(self, event: NvmeEvent) -> None:
+    def move(self, event: FileEvent) -> None:
         self.nvme = next_state(self.nvme, event, self)
 
     def used_at(self, index: int) -> float:

@@ -233,16 +233,16 @@ class Leases:
 
     def _is_progress_due(self, lease: LeaseState) -> bool:
         """The first stretch that is not there yet is being read, by a disk that answers."""
-        if not self._cascade.is_readable:
+        if not self._cascade.nvme.is_readable:
             return False
         for segment in lease.path:
             missing = [rank for rank in lease.ranks if len(segment.extent.slots[rank]) < segment.blocks]
             if missing:
-                return any(self._cascade.is_reading(segment.extent, rank) for rank in missing)
+                return any(self._cascade.reads.is_reading(segment.extent, rank) for rank in missing)
         return False
 
     def _read_problem(self, lease: LeaseState) -> Reason | None:
-        problems = self._cascade.read_problems
+        problems = self._cascade.changes.read_problems
         return next((problems[s.extent] for s in lease.path if s.extent in problems), None)
 
     def _grant(self, lease: LeaseState, blocks: int, now: float) -> None:
@@ -263,7 +263,7 @@ class Leases:
         if kept:
             ledger.use(ledger.groups[lease.group], kept, now)
         for segment in kept:  # parents first
-            self._cascade.used_again(segment.extent, now)
+            self._cascade.writes.used_again(segment.extent, now)
         ledger.hottest.note(kept, now)
         lease.answer = Lease(
             grant=lease.grant,

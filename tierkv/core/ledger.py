@@ -22,7 +22,7 @@ from tierkv.core.pinned import Pinned
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 from tierkv.core.shares import Share, SharedOrder, Shares
 from tierkv.core.slabs import PAGE_BYTES, SlabPool
 from tierkv.core.value.cost import prefill_seconds
@@ -479,7 +479,7 @@ class Ledger:
         if extent.reading or not self.may_leave_host(extent):
             return None
         floor = max(extent.held_blocks, self.pins.host_blocks(extent))
-        is_on_nvme = extent.nvme is NvmeState.PRESENT
+        is_on_nvme = extent.nvme is FileState.PRESENT
         for branch in extent.branch_points:
             if branch.host_kids or (branch.kids and not is_on_nvme):
                 floor = max(floor, branch.index + 1)
@@ -488,7 +488,7 @@ class Ledger:
     def may_leave_host(self, extent: Extent) -> bool:
         """Whoever holds it aside: whether its host copies are needed for nothing that is on its way to NVMe, or will
         be when it is sealed."""
-        if not extent.in_tree or extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING):
+        if not extent.in_tree or extent.nvme in (FileState.QUEUED, FileState.WRITING):
             return False
         return extent.sealed or not (self.has_nvme and self.group_of(extent).persistent)
 
@@ -526,7 +526,7 @@ class Ledger:
         """Whatever hangs on it: whether its file is needed for nothing."""
         return (
             extent.in_tree
-            and extent.nvme is NvmeState.PRESENT
+            and extent.nvme is FileState.PRESENT
             and not extent.holds
             and not extent.reading
             and not self.pins.keeps_file(extent)

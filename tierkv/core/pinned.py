@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tierkv.core.extent import Extent
 from tierkv.core.keys import split_keys
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Pinned:
         if not extent.in_tree or extent.key not in self.wanted:
             return
         wanted, in_host = self._depths(extent)
-        is_on_nvme = extent.nvme is NvmeState.PRESENT
+        is_on_nvme = extent.nvme is FileState.PRESENT
         # What has no file yet, or no more, is nowhere else.
         depth = in_host if is_on_nvme else wanted
         room = max(0, self.host_cap - self.host_bytes) // (slot_bytes * len(extent.slots))

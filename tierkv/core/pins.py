@@ -24,7 +24,7 @@ from tierkv.core.keys import KEY_BYTES, count_keys, split_keys
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.purge_scope import Members, matching_keys
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 
 MAX_PINS = 1_000
 MAX_OWNER = 64
@@ -176,7 +176,7 @@ class Pins:
         self._begin(job)
         self._write_down(job)
         for extent in self._extents_along(keys):
-            self._cascade.used_again(extent, now)  # what admission kept from NVMe goes there now
+            self._cascade.writes.used_again(extent, now)  # what admission kept from NVMe goes there now
         return self._state(job)
 
     def _asked_before(self, pin: bytes) -> _Job | None:
@@ -372,7 +372,7 @@ class Pins:
                 in_host += here if in_host == segment.start else 0
                 if group is not None:
                     host_bytes += sum(min(segment.blocks, len(slots)) for slots in extent.slots) * group.slot_bytes
-                nvme_bytes += extent.nvme_bytes if extent.nvme is NvmeState.PRESENT else 0
+                nvme_bytes += extent.nvme_bytes if extent.nvme is FileState.PRESENT else 0
                 is_short = is_short or extent in self._pinned.short
             phase = PinPhase.SHORT if is_short else PinPhase.HOLDS if cached == record.blocks else PinPhase.PARTLY
             phase = phase if cached else PinPhase.WAITING
@@ -398,7 +398,7 @@ class Pins:
 
     def _tell(self, instruction: RecordPin | ForgetPin) -> None:
         """A worker that is not there yet is told when it starts."""
-        if self._cascade.is_worker_up:
+        if self._cascade.nvme.is_worker_up:
             self._ledger.effects.append(instruction)
 
     def recorded(self, report: PinRecorded, now: float) -> None:
@@ -494,7 +494,7 @@ class Pins:
 
     def next_wakeup(self) -> float | None:
         times = [job.record.until for job in self._jobs.values() if job.record.until]
-        if self._cascade.is_worker_up:
+        if self._cascade.nvme.is_worker_up:
             jobs = [*self._jobs.values(), *self._over.values()]
             times += [job.retry_at for job in jobs if job.retry_at is not None]
         if self._may_promote:
@@ -504,7 +504,7 @@ class Pins:
     @property
     def _may_promote(self) -> bool:
         cascade = self._cascade
-        return bool(self._pinned.to_promote) and cascade.is_open and cascade.is_worker_up and cascade.is_readable
+        return bool(self._pinned.to_promote) and cascade.nvme.is_ready and cascade.nvme.is_readable
 
     def promote(self, now: float, *, may_read: bool) -> None:
         """Have what is wanted in host memory and is not there read from NVMe, a few extents at a time. Not while a

@@ -108,7 +108,7 @@ class Purges:
         self._hidden_bytes = 0  # of these files
         self.on_remove: Callable[[Members, PurgeScope, float], None] = lambda members, scope, now: None
         """Told of what is about to leave the tree."""
-        cascade.held_back = lambda extent: self.covers(ledger.group_of(extent))
+        cascade.writes.held_back = lambda extent: self.covers(ledger.group_of(extent))
 
     # ---- from the asking on
 
@@ -123,7 +123,7 @@ class Purges:
         self._forget_oldest()
         self._ledger.counts.purges += 1
         self._ledger.counts.purged_blocks += job.about.blocks
-        if self._ledger.has_nvme and self._cascade.is_worker_up:
+        if self._ledger.has_nvme and self._cascade.nvme.is_worker_up:
             self._ledger.effects.append(RecordPurge(purge, job.scope, job.about))
         self._remove(job, members, now)
         self.settle(now)
@@ -190,7 +190,7 @@ class Purges:
         for block in members.staged:
             ledger.drop_staged(block.key, wipe=True)
         for extent in members.extents:
-            cascade.purge(extent, now)
+            cascade.purge(extent)
         # A prefix that nobody knows may be one that was evicted, of any group.
         ledger.reuse.purge(ledger.ghosts.forget(frozenset(group.spec.group for group in members.groups) or None))
         self._leases.purge_waiting()
@@ -199,7 +199,7 @@ class Purges:
         for ticket in ledger.tickets.values():
             ticket.unclean = True
             job.tickets[ticket.grant] = None
-        job.reads = cascade.mark_reads()
+        job.reads = cascade.reads.mark_unclean()
         for extent in members.extents:
             if not cascade.is_at_rest(extent):
                 job.busy[extent] = None
@@ -214,7 +214,7 @@ class Purges:
         concerned = {group.spec.group for group in members.groups} | {extent.group for extent in members.extents}
         ledger.recent.forget(concerned)
         ledger.refusals.forget(concerned)
-        job.files = [extent for extent in members.extents if cascade.is_to_sweep(extent)]
+        job.files = [extent for extent in members.extents if cascade.nvme.is_to_sweep(extent)]
         if not ledger.has_nvme:
             job.unreachable = now
         if not members.is_prefix:
@@ -245,7 +245,7 @@ class Purges:
                 continue
             job.held = {extent: None for extent in job.held if extent.doomed}
             job.tickets = {grant: None for grant in job.tickets if grant in ledger.tickets}
-            job.reads = self._cascade.still_running(job.reads)
+            job.reads = self._cascade.reads.still_running(job.reads)
             is_held = job.held or job.tickets or job.reads or ledger.wiping_bytes or ledger.earlier_bytes
             if job.unreachable and not is_held:
                 job.gone = now
@@ -267,7 +267,7 @@ class Purges:
     def _sweep_what_can_be(self, now: float) -> None:
         for job in self._unswept.values():
             is_due = job.retry_at is None or job.retry_at <= now
-            if is_due and not (job.is_sweeping or job.busy) and self._cascade.is_worker_up and self._cascade.is_open:
+            if is_due and not (job.is_sweeping or job.busy) and self._cascade.nvme.is_ready:
                 job.is_sweeping, job.retry_at = True, None
                 self._ledger.effects.append(SweepPurge(job.purge))
 
@@ -294,7 +294,7 @@ class Purges:
         if job.purge in self._resumed:
             self._resumed.remove(job.purge)
             if not self._resumed:
-                self._cascade.unstrand(self._hidden_bytes)
+                self._cascade.nvme.unstrand(self._hidden_bytes)
         files, job.files = job.files, []
         self._cascade.swept(files, now)
         self._ledger.has_let_go = True
@@ -316,13 +316,13 @@ class Purges:
     def found_hidden(self, num_bytes: int) -> None:
         """Files that recovery did not tell of, because they are to go, take room until they are gone."""
         self._hidden_bytes = num_bytes
-        self._cascade.strand(num_bytes)
+        self._cascade.nvme.strand(num_bytes)
 
     def retry(self, now: float) -> None:
         self._sweep_what_can_be(now)
 
     def next_retry(self) -> float | None:
-        waiting = self._unswept.values() if self._cascade.is_worker_up and self._cascade.is_open else ()
+        waiting = self._unswept.values() if self._cascade.nvme.is_ready else ()
         return min((job.retry_at for job in waiting if job.retry_at is not None and not job.busy), default=None)
 
     # ---- the worker's life
@@ -346,7 +346,7 @@ class Purges:
         tickets = [ledger.tickets[grant] for grant in job.tickets if grant in ledger.tickets]
         held += sum(len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes for ticket in tickets)
         phase = PurgePhase.GONE if job.gone else PurgePhase.UNREACHABLE if job.unreachable else PurgePhase.REMOVING
-        stuck = next((e.why_not_there for e in job.busy if not (e.ops or e.reading)), None)  # tried again
+        stuck = next((e.why_not_there for e in job.busy if self._cascade.nvme.is_retried(e)), None)
         return PurgeState(
             phase=phase,
             about=job.about,

@@ -10,7 +10,6 @@ from tierkv.core.grants import GroupSpec
 from tierkv.core.instructions import ExtentRow, GroupFound, Rows
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Group, Ledger
-from tierkv.core.residency import NvmeEvent
 from tierkv.core.value.kinds import UNKNOWN_GAP_SECONDS, UNKNOWN_NEW, kind_of_used
 
 
@@ -68,17 +67,14 @@ class RecoveredRows:
             is_whole = self._ranks_found[extent.key] == (1 << group.ranks) - 1
             is_fit = is_whole and extent.key not in self._unfit
             if not is_whole and not saw_all:
-                self._cascade.strand(extent.nvme_bytes)
+                self._cascade.nvme.strand(extent.nvme_bytes)
                 continue
             extent.nvme_bytes = self._numbers.setdefault(extent.nvme_bytes, extent.nvme_bytes)
-            extent.move(NvmeEvent.RECOVERED)
-            group.nvme_bytes += extent.nvme_bytes
-            group.share.nvme_bytes += extent.nvme_bytes
-            self._cascade.nvme_used += extent.nvme_bytes
+            self._cascade.nvme.found(extent, extent.nvme_bytes)
             if is_fit:
                 ledger.add_extent(extent, None, -1)
             else:
-                self._cascade.discard(extent)
+                self._cascade.losses.discard(extent)
         ledger.tree.end_bulk()
         for extent in self._extents.values():
             if not extent.in_tree:

@@ -18,7 +18,7 @@ from enum import StrEnum
 from tierkv.errors import BrokenInvariant
 
 
-class NvmeState(StrEnum):
+class FileState(StrEnum):
     ABSENT = "absent"
     QUEUED = "queued"
     WRITING = "writing"
@@ -26,7 +26,7 @@ class NvmeState(StrEnum):
     REMOVING = "removing"
 
 
-class NvmeEvent(StrEnum):
+class FileEvent(StrEnum):
     RECOVERED = "recovered"
     ADMIT = "admit"
     DROP = "drop"
@@ -39,21 +39,21 @@ class NvmeEvent(StrEnum):
     REMOVED = "removed"
 
 
-TRANSITIONS: dict[tuple[NvmeState, NvmeEvent], NvmeState] = {
-    (NvmeState.ABSENT, NvmeEvent.RECOVERED): NvmeState.PRESENT,
-    (NvmeState.ABSENT, NvmeEvent.ADMIT): NvmeState.QUEUED,
-    (NvmeState.QUEUED, NvmeEvent.DROP): NvmeState.ABSENT,
-    (NvmeState.QUEUED, NvmeEvent.ISSUE): NvmeState.WRITING,
-    (NvmeState.WRITING, NvmeEvent.WORKER_DIED): NvmeState.QUEUED,
-    (NvmeState.WRITING, NvmeEvent.FLUSHED): NvmeState.PRESENT,
-    (NvmeState.WRITING, NvmeEvent.FAILED): NvmeState.REMOVING,
-    (NvmeState.PRESENT, NvmeEvent.EVICT): NvmeState.REMOVING,
-    (NvmeState.PRESENT, NvmeEvent.LOST): NvmeState.REMOVING,
-    (NvmeState.REMOVING, NvmeEvent.REMOVED): NvmeState.ABSENT,
+TRANSITIONS: dict[tuple[FileState, FileEvent], FileState] = {
+    (FileState.ABSENT, FileEvent.RECOVERED): FileState.PRESENT,
+    (FileState.ABSENT, FileEvent.ADMIT): FileState.QUEUED,
+    (FileState.QUEUED, FileEvent.DROP): FileState.ABSENT,
+    (FileState.QUEUED, FileEvent.ISSUE): FileState.WRITING,
+    (FileState.WRITING, FileEvent.WORKER_DIED): FileState.QUEUED,
+    (FileState.WRITING, FileEvent.FLUSHED): FileState.PRESENT,
+    (FileState.WRITING, FileEvent.FAILED): FileState.REMOVING,
+    (FileState.PRESENT, FileEvent.EVICT): FileState.REMOVING,
+    (FileState.PRESENT, FileEvent.LOST): FileState.REMOVING,
+    (FileState.REMOVING, FileEvent.REMOVED): FileState.ABSENT,
 }
 
 
-def next_state(state: NvmeState, event: NvmeEvent, story: object) -> NvmeState:
+def next_state(state: FileState, event: FileEvent, story: object) -> FileState:
     """`story` is what a broken invariant tells of: it is made into words only then."""
     following = TRANSITIONS.get((state, event))
     if following is None:

@@ -10,7 +10,7 @@ from tierkv.core.extent import Extent
 from tierkv.core.grants import SealAnswer, SealReady, Segment, Waiting, path_blocks
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 
 
 class _WaitingSeal:
@@ -96,16 +96,16 @@ class Seals:
             return SealAnswer(blocks, flushed, lost)
         if now >= seal.deadline:
             return SealAnswer(blocks, flushed, Reason.DEADLINE)
-        if any(segment.extent.nvme in (NvmeState.QUEUED, NvmeState.WRITING) for segment in path):
+        if any(segment.extent.nvme in (FileState.QUEUED, FileState.WRITING) for segment in path):
             return None
-        if any(self._cascade.is_lost(segment.extent) for segment in path):
+        if any(self._cascade.reads.is_lost(segment.extent) for segment in path):
             return None  # until the other ranks' reads have ended, and it is known what is left
         return SealAnswer(blocks, flushed, lost or self._why_not_flushed(seal))
 
     def _flushed_blocks(self, path: list[Segment]) -> int:
         flushed = 0
         for segment in path:
-            if segment.extent.nvme is not NvmeState.PRESENT or self._cascade.is_lost(segment.extent):
+            if segment.extent.nvme is not FileState.PRESENT or self._cascade.reads.is_lost(segment.extent):
                 break
             flushed += segment.blocks
         return flushed
@@ -117,9 +117,9 @@ class Seals:
         if any(not ledger.group_of(segment.extent).persistent for segment in seal.path):
             return Reason.NOT_PERSISTENT
         dropped = (
-            segment.extent.why_not_there for segment in seal.path if segment.extent.nvme is not NvmeState.PRESENT
+            segment.extent.why_not_there for segment in seal.path if segment.extent.nvme is not FileState.PRESENT
         )
-        return self._cascade.why_not_writable or next(filter(None, dropped), Reason.NVME_DEGRADED)
+        return self._cascade.nvme.why_not_writable or next(filter(None, dropped), Reason.NVME_DEGRADED)
 
 
 def _still_there(path: list[Segment]) -> list[Segment]:

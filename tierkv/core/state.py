@@ -68,7 +68,7 @@ from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
 from tierkv.core.recount import HostRecount
 from tierkv.core.recovered import RecoveredRows
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 from tierkv.core.seals import Seals
 from tierkv.core.tickets import Tickets
 from tierkv.core.usage import GroupUsage, ShareUse, TierBytes, Wear, group_usage, share_use, tier_bytes, wear
@@ -86,7 +86,7 @@ class CacheState:
         self._ledger = Ledger(limits, generations)
         self._cascade = Cascade(self._ledger)
         self._recovery: RecoveredRows | None = RecoveredRows(self._ledger, self._cascade) if limits.nvme_bytes else None
-        self._cascade.is_open = self._recovery is None
+        self._cascade.nvme.is_open = self._recovery is None
         self._leases = Leases(self._ledger, self._cascade)
         self._tickets = Tickets(self._ledger, self._cascade)
         self._seals = Seals(self._ledger, self._cascade)
@@ -108,12 +108,12 @@ class CacheState:
         if group is None:
             group = self._ledger.add_group(spec)
         else:
-            self._ledger.rename(group, spec, self._cascade.nvme_bytes_of)
+            self._ledger.rename(group, spec, self._cascade.nvme.staying_bytes_of)
             if group.persistent and not spec.persistent:
                 self._ledger.make_memory_only(group)
         if group.persistent and self._ledger.has_nvme and not self._purges.covers(group):
             group.wants_folder = True
-            if self._cascade.is_worker_up:
+            if self._cascade.nvme.is_worker_up:
                 self._ledger.effects.append(open_namespace(group))
         return self._effects()
 
@@ -214,7 +214,7 @@ class CacheState:
         for segment in reversed(self._ledger.tree.walk(group, keys)):
             first = max(0, first_bad - segment.start)
             if first < segment.blocks:
-                self._cascade.condemn(segment.extent, first, Reason.REPORTED_BAD, now)
+                self._cascade.losses.condemn(segment.extent, first, Reason.REPORTED_BAD, now)
         return self._effects_after(now)
 
     @property
@@ -315,11 +315,11 @@ class CacheState:
                 for group, _rank, key in report.set_aside:
                     extent = self._ledger.tree.heads.get(key)
                     if extent is not None and extent.group == group:
-                        self._cascade.lose_file(extent, Reason.CHECKSUM, now)
+                        self._cascade.losses.lose_file(extent, Reason.CHECKSUM, now)
             case FileLost():
                 extent = self._ledger.tree.heads.get(report.key)
                 if extent is not None and extent.group == report.group:
-                    self._cascade.file_lost(extent, now)
+                    self._cascade.losses.file_lost(extent, now)
             case GroupFound():
                 if self._recovery is not None:
                     self._recovery.group_found(report)
@@ -346,7 +346,7 @@ class CacheState:
                     self._recovery.finish(saw_all=not report.unreadable)
                     self._recovery = None
                     self._purges.found_hidden(report.hidden_bytes)
-                    self._cascade.is_open = True
+                    self._cascade.nvme.is_open = True
                     self._cascade.shrink(now, at_once=True)
                     self._cascade.pump(now)
             case _:
@@ -472,12 +472,12 @@ class CacheState:
         self._ledger.is_closing = True
         self._warmups.clear()
         self._seals.seal_all(now)
-        self._cascade.order_writes_by_depth()
+        self._cascade.writes.order_by_depth()
         self._flush_touched(now)
         return self._effects_after(now)
 
     def dirty(self) -> Dirty:
-        extents = list(self._cascade.dirty_extents())
+        extents = list(self._cascade.writes.dirty_extents())
         group_of = self._ledger.group_of
         return Dirty(
             len(extents),
@@ -486,7 +486,7 @@ class CacheState:
 
     def drop_dirty(self, reason: Reason, now: float) -> list[Effect]:
         """Give up what is queued and not yet on its way."""
-        self._cascade.drop_all_queued(reason, now)
+        self._cascade.writes.give_up_all(reason)
         return self._effects_after(now)
 
     def explain(self, question: Question) -> Explanation:
@@ -550,16 +550,16 @@ class CacheState:
 
     @property
     def num_reads_waiting(self) -> int:
-        return self._cascade.num_reads_in_flight()
+        return self._cascade.reads.num_in_flight
 
     @property
     def removing_bytes(self) -> int:
         """Of what NVMe uses, what is on its way out."""
-        return self._cascade.removing_bytes
+        return self._cascade.nvme.removing_bytes
 
     @property
     def num_writes_waiting(self) -> int:
-        return self._cascade.num_writes_waiting()
+        return len(self._cascade.writes)
 
     def recount_host(self) -> HostRecount:
         """Begin to count what is in host memory. It is told of all changes until it has ended; one at a time."""
@@ -572,7 +572,7 @@ class CacheState:
     # ---- time
 
     def tick(self, now: float) -> list[Effect]:
-        self._cascade.retry(now)
+        self._cascade.nvme.retry(now)
         self._purges.retry(now)
         self._leases.settle_due(now)
         self._seals.seal_idle(now)
@@ -595,15 +595,15 @@ class CacheState:
         times = self._leases.deadlines() + self._seals.deadlines()
         if ledger.staged:
             times.append(next(iter(ledger.staged.values())).since + self.limits.staged_seconds)
-        if ledger.touched and self._cascade.is_worker_up:
+        if ledger.touched and self._cascade.nvme.is_worker_up:
             times.append(self._touch_due)
         if self._cascade.is_behind:
             times.append(0.0)
         if any(job.is_busy for job in self._warmups.values()):
             times.append(self._plan_due)
         due = (
-            self._cascade.next_retry(),
-            self._cascade.next_admission(),
+            self._cascade.nvme.next_retry(),
+            self._cascade.writes.next_admission(),
             self._purges.next_retry(),
             self._pins.next_wakeup(),
             self._auto_pins.next_wakeup(),
@@ -618,12 +618,12 @@ class CacheState:
         """Hot stays hot: hits served from any tier refresh last use on disk."""
         ledger = self._ledger
         self._touch_due = now + self.limits.touch_seconds
-        if not self._cascade.is_worker_up:
+        if not self._cascade.nvme.is_worker_up:
             return
         rows = [
             TouchRow(ledger.group_of(e).spec.identity.weights, e.group, rank, e.key, e.last_used, e.hits)
             for e in ledger.touched
-            if e.nvme is NvmeState.PRESENT
+            if e.nvme is FileState.PRESENT
             for rank in range(ledger.group_of(e).ranks)
         ]
         ledger.touched.clear()
@@ -635,13 +635,13 @@ class CacheState:
         cascade = self._cascade
         cascade.shrink(now)  # what was held a moment ago may be what must go
         failed: set[Extent] = set()
-        while cascade.progressed:
-            changed = set(cascade.progressed)
-            cascade.progressed.clear()
+        while cascade.changes.progressed:
+            changed = set(cascade.changes.progressed)
+            cascade.changes.progressed.clear()
             self._purges.settle_changed(changed, now)
             self._leases.settle_changed(changed, now)
-            failed.update(cascade.read_problems)
-            cascade.read_problems.clear()
+            failed.update(cascade.changes.read_problems)
+            cascade.changes.read_problems.clear()
             self._seals.settle(now)
             if not cascade.is_behind:  # or all of its slices would be cut here and now
                 cascade.shrink(now)

@@ -118,11 +118,11 @@ def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
             TierBytes(
                 tier="nvme",
                 capacity_bytes=ledger.limits.nvme_bytes,
-                used_bytes=cascade.nvme_used,
-                reserved_bytes=cascade.nvme_reserved,
+                used_bytes=cascade.nvme.used_bytes,
+                reserved_bytes=cascade.nvme.reserved_bytes,
                 overhead_bytes=_overhead(ledger, cascade),
-                is_writable=cascade.is_writable,
-                reason=cascade.why_not_writable,
+                is_writable=cascade.nvme.is_writable,
+                reason=cascade.nvme.why_not_writable,
             )
         )
     return tiers
@@ -131,6 +131,6 @@ def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
 def _overhead(ledger: Ledger, cascade: Cascade) -> int:
     """With as much of the room for growth as is left: when more is wanted of it, extents go first, and until they are
     gone it is not there."""
-    there = cascade.overhead_bytes - cascade.growth_bytes
-    left = ledger.limits.nvme_bytes - cascade.nvme_used - cascade.nvme_reserved - there
-    return there + max(0, min(left, cascade.growth_bytes))
+    there = cascade.nvme.overhead_bytes - cascade.nvme.growth_bytes
+    left = ledger.limits.nvme_bytes - cascade.nvme.used_bytes - cascade.nvme.reserved_bytes - there
+    return there + max(0, min(left, cascade.nvme.growth_bytes))

@@ -15,7 +15,7 @@ from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import NvmeState
+from tierkv.core.residency import FileState
 from tierkv.core.warmup_plan import SLICE, WarmupPlan, WarmupScope
 
 __all__ = ["WarmupJob", "WarmupScope", "WarmupState", "advance", "begin"]
@@ -130,13 +130,13 @@ def advance(
     """Take note of finished reads, of which those of `failed` could not be read, and ask for the next ones until there
     are `most_reads`: none while somebody else waits for one."""
     _note_finished(job, ledger, cascade, failed)
-    if not cascade.is_readable:
+    if not cascade.nvme.is_readable:
         job.running.clear()  # nobody knows when these come back
         _stop(job, Reason.IO_STUCK)
     job.is_yielding = not most_reads
     job.is_skimming = False
-    if cascade.is_open and cascade.is_worker_up and not job.plan.is_busy:
-        while cascade.num_reads_in_flight() < most_reads and _begin_piece(job, ledger, cascade, now):
+    if cascade.nvme.is_ready and not job.plan.is_busy:
+        while cascade.reads.num_in_flight < most_reads and _begin_piece(job, ledger, cascade, now):
             pass
     if job.running or job.partial or job.is_busy or (job.plan.has_left and job.reason is None):
         return
@@ -153,7 +153,7 @@ def _stop(job: WarmupJob, reason: Reason) -> None:
 def _note_finished(job: WarmupJob, ledger: Ledger, cascade: Cascade, failed: Container[Extent]) -> None:
     for extent, piece in list(job.running.items()):
         piece.has_failed = piece.has_failed or extent in failed
-        if any(cascade.is_reading(extent, rank) for rank in range(len(extent.slots))):
+        if any(cascade.reads.is_reading(extent, rank) for rank in range(len(extent.slots))):
             continue
         del job.running[extent]
         if extent.in_tree:
@@ -229,7 +229,7 @@ def _look_at(job: WarmupJob, extent: Extent, ledger: Ledger) -> _Bringing | None
 
 
 def _is_there(extent: Extent) -> bool:
-    return extent.in_tree and extent.nvme is NvmeState.PRESENT
+    return extent.in_tree and extent.nvme is FileState.PRESENT
 
 
 def _can_be_hit(job: WarmupJob, extent: Extent) -> bool:

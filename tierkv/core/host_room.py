@@ -1,0 +1,170 @@
+"""Room in host memory: who leaves it when room is needed, and what becomes of their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.core.extent import Extent
+from tierkv.core.grants import Evicted
+from tierkv.core.journal import Account
+from tierkv.core.ledger import Departure, Ledger
+from tierkv.core.reasons import Reason
+from tierkv.core.residency import FileState
+from tierkv.core.slab_relief import find_relief, has_cheaper
+from tierkv.core.tier_files import TierFiles
+from tierkv.core.value.order import Rank
+from tierkv.core.write_queue import WriteQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """`slots` that can be had now. `refused` of those asked for are not worth what would have to go for them."""
+
+    slots: int
+    refused: int
+
+
+class HostRoom:
+    def __init__(self, ledger: Ledger, nvme: TierFiles, writes: WriteQueue) -> None:
+        self._ledger = ledger
+        self._nvme = nvme
+        self._writes = writes
+
+    def make_room(
+        self, slot_bytes: int, count: int, now: float, rank_of_new: Callable[[int], Rank | None] = lambda index: None
+    ) -> Room:
+        """Evict until `count` slots of this size can be had, or nothing more may go. What is to come into the last slot
+        is refused instead while it ranks below the next victim: `rank_of_new(index)`, None where it must come in."""
+        ledger = self._ledger
+        order = ledger.host_order(slot_bytes)
+        wanted = count
+        may_relieve = True
+        while (have := ledger.pool.available(slot_bytes)) < count:
+            if ledger.wiping_bytes >= (count - have) * slot_bytes:
+                break  # there will be room in a moment: nobody's blocks go for it
+            may_relieve = may_relieve and self._relieve(slot_bytes, now)
+            if may_relieve:
+                continue
+            if _is_below(rank_of_new(count - 1), order.cheapest(now)):
+                count -= 1
+                continue
+            if not (
+                self._evict_next(slot_bytes, count - have, now)
+                or self._drop_oldest_staged(slot_bytes)
+                or self._take_slab(slot_bytes, None, now)
+            ):
+                self._seal_for_room(slot_bytes, now)
+                break
+        return Room(min(count, ledger.pool.available(slot_bytes)), wanted - count)
+
+    def make_ready(self, slot_bytes: int, count: int, now: float, rank_of_new: Rank | None) -> None:
+        """Like `make_room`, ahead of the asking: takes only what is next in the order anyway."""
+        pool = self._ledger.pool
+        order = self._ledger.host_order(slot_bytes)
+        may_relieve = True
+        while (have := pool.available(slot_bytes)) < count:
+            may_relieve = may_relieve and self._relieve(slot_bytes, now)
+            if may_relieve:
+                continue
+            if _is_below(rank_of_new, order.cheapest(now)) or not self._evict_next(slot_bytes, count - have, now):
+                return
+
+    def _relieve(self, slot_bytes: int, now: float) -> bool:
+        """Take a slab of another size in which all is older than what this one would have to give up. Else a size that
+        came late would live on one slab beside another's old blocks for ever."""
+        rank = self._ledger.host_order(slot_bytes).cheapest(now)
+        if rank is None or not has_cheaper(self._ledger, slot_bytes, rank, now):
+            return False
+        return self._take_slab(slot_bytes, rank, now)
+
+    def _evict_next(self, slot_bytes: int, slots_needed: int, now: float) -> bool:
+        victim = self._ledger.host_order(slot_bytes).pop(now)
+        if victim is not None:
+            self._evict_from_host(victim, slots_needed, now)
+        return victim is not None
+
+    def _take_slab(self, slot_bytes: int, below: Rank | None, now: float) -> bool:
+        if not self._ledger.pool.fits(slot_bytes):
+            return False
+        relief = find_relief(self._ledger, slot_bytes, below, now)
+        before = self._ledger.pool.used_bytes
+        for extent, remaining in relief.cuts if relief is not None else ():
+            if extent.longest_host_blocks > remaining:
+                self.leave(extent, remaining, now)
+        return self._ledger.pool.used_bytes < before  # or whoever makes room would ask again without end
+
+    def _evict_from_host(self, extent: Extent, slots_needed: int, now: float) -> None:
+        """From the tail, as few blocks as will do, at most one recency segment of the extent."""
+        ledger = self._ledger
+        floor = ledger.host_floor(extent)
+        if floor is None:
+            return
+        longest = extent.longest_host_blocks
+        if floor < extent.hot_blocks < longest:
+            floor = extent.hot_blocks
+        remaining, freed = longest, 0
+        if longest == extent.host_blocks:  # so each block frees a slot of every rank
+            remaining = max(floor, longest - -(-slots_needed // len(extent.slots)))
+            freed = slots_needed
+        while remaining > floor and freed < slots_needed:
+            remaining -= 1
+            freed += sum(len(slots) > remaining for slots in extent.slots)
+        self.leave(extent, remaining, now)
+
+    def leave(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
+        ledger = self._ledger
+        group = ledger.group_of(extent)
+        stays_on_nvme = extent.nvme is FileState.PRESENT
+        freed = sum(max(0, len(slots) - remaining) for slots in extent.slots) * group.slot_bytes
+        blocks = extent.longest_host_blocks - remaining
+        ledger.counts.evicted_bytes["host", reason] += freed
+        ledger.counts.evicted_blocks["host", reason] += blocks
+        ledger.effects.append(
+            Evicted(
+                group=extent.group,
+                key=extent.block_key(remaining),
+                tier="host",
+                to="nvme" if stays_on_nvme else "dropped",
+                blocks=blocks,
+                num_bytes=freed,
+                reason=reason,
+                first_token=extent.first_token + remaining * group.block_tokens,
+                tokens=blocks * group.block_tokens,
+                created=extent.created,
+                last_used=extent.used_at(remaining),
+                hits=extent.hits_at(remaining),
+                value=ledger.host_order(group.slot_bytes).value(extent, remaining, now),
+            )
+        )
+        if stays_on_nvme:
+            for rank in range(group.ranks):
+                ledger.cut_host(extent, rank, remaining, reason, to=Account.COPIED)
+            if remaining == 0 and self._nvme.is_open:
+                extent.tokens = None  # the file's header has them
+        else:
+            if ledger.has_nvme and group.persistent:
+                unwritten = reason if self._nvme.is_writable else Reason.NVME_DEGRADED
+                ledger.counts.dropped_unwritten_bytes[unwritten] += freed
+            ledger.cut_extent(extent, remaining, Departure("host", reason, now))
+            if remaining == 0:
+                self._writes.forget_unwritten(extent)
+        ledger.reconsider(extent)
+
+    def _drop_oldest_staged(self, slot_bytes: int) -> bool:
+        ledger = self._ledger
+        for block in ledger.staged.values():
+            if ledger.groups[block.group].slot_bytes == slot_bytes:
+                ledger.drop_staged(block.key)
+                return True
+        return False
+
+    def _seal_for_room(self, slot_bytes: int, now: float) -> None:
+        """What still grows can't be evicted before it is on NVMe: get it on its way, for the next who needs room."""
+        ledger = self._ledger
+        for extent in [e for e in ledger.unsealed if ledger.group_of(e).slot_bytes == slot_bytes and not e.holds]:
+            self._writes.seal(extent, now)
+
+
+def _is_below(rank: Rank | None, victim: Rank | None) -> bool:
+    return rank is not None and victim is not None and rank < victim
