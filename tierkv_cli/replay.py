@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tierkv.replay.study import Point, Question, Study
     from tierkv.replay.trace import Trace
 
+MAX_TOLD_GAPS = 3
 CAPACITIES = ("1%", "3%", "10%", "30%")
 
 
@@ -187,6 +188,7 @@ def trace_as_object(trace: Trace) -> dict[str, Any]:
         "asked_tokens": trace.asked_tokens,
         "distinct_blocks": trace.num_blocks,
         "distinct_bytes": trace.num_bytes,
+        "missing": [{"since": gap.since, "requests": gap.requests, "reason": gap.reason} for gap in trace.gaps],
     }
 
 
@@ -244,7 +246,23 @@ def about(trace: Trace) -> str:
     return (
         f"{trace.name}: {trace.num_requests:,} requests in {duration(trace.seconds)}, {trace.asked_tokens:,} prompt "
         f"tokens; all {trace.num_blocks:,} distinct blocks take {human_size(trace.num_bytes)}\n({trace.about})"
+        f"{_gaps(trace)}"
     )
+
+
+def _gaps(trace: Trace) -> str:
+    """What the figures lack, the largest gaps first."""
+    from tierkv_cli.output import at, count
+
+    if not trace.gaps:
+        return ""
+    total = sum(gap.requests for gap in trace.gaps)
+    largest = sorted(trace.gaps, key=lambda gap: -gap.requests)
+    told = [
+        f"{gap.requests:,} from {at(gap.since)} on ({gap.reason.replace('_', ' ')})" for gap in largest[:MAX_TOLD_GAPS]
+    ]
+    more = [count(len(largest) - MAX_TOLD_GAPS, "smaller gap")] if len(largest) > MAX_TOLD_GAPS else []
+    return f"\nnote: {total:,} requests are missing in it, and what follows is without them: {'; '.join(told + more)}"
 
 
 def _table(made: Study) -> RenderableType:

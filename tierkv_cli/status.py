@@ -12,7 +12,7 @@ from tierkv_cli.options import Where, json_option, where_options
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tierkv.wire.messages import StatusReply, TierUsage, WorkerStatus
+    from tierkv.wire.messages import RecordingStatus, StatusReply, TierUsage, WorkerStatus
 
 
 @click.command(short_help="Show how the node is.")
@@ -61,6 +61,8 @@ def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
     yield from _counts(status.counters)
     yield from _found(status.found)
     yield from _tier_errors(status.tiers)
+    if status.recording is not None:
+        yield _recording(status.recording, status.uptime_seconds)
     yield ""
     yield _workers(status.workers)
 
@@ -142,6 +144,18 @@ def _tier_errors(tiers: tuple[TierUsage, ...]) -> Iterator[str]:
     for tier in tiers:
         if tier.errors:
             yield f"{tier.tier}: {tier.errors:,} file operations failed; the last one: {tier.last_error}"
+
+
+def _recording(recording: RecordingStatus, uptime_seconds: float) -> str:
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import duration
+
+    missing = {reason: float(count) for reason, count in recording.missing_requests.items() if count}
+    said = f"{sum(missing.values()):,.0f} missing{_by_label(missing)}" if missing else "none missing"
+    return (
+        f"recording to {recording.file} ({human_size(recording.file_bytes)}): in {duration(uptime_seconds)} "
+        f"{recording.written_requests:,} requests written, {said}"
+    )
 
 
 def _labelled(counters: dict[str, float], name: str) -> dict[str, float]:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cli.conftest import Outcome
+from tierkv.core.recording import AnyLine, Asked, Begun, Group, Missing
 
 Tierkv = Callable[..., Outcome]
 
@@ -120,3 +122,23 @@ def test_a_file_that_is_no_trace_is_said(tierkv: Tierkv, tmp_path: Path) -> None
     assert done.code == 2
     assert "line 1 is no JSON" in done.err
     assert tierkv("replay", str(tmp_path / "none")).code == 2
+
+
+def test_requests_that_are_missing_in_a_recording_are_said_first(tierkv: Tierkv, tmp_path: Path) -> None:
+    group = Group(group=b"g" * 32, name="llama", fingerprint="ab", salt="", block_tokens=16, block_bytes=64 * 2**10)
+    lines: list[AnyLine] = [Begun(format=1, time=0.0), group]
+    for number, requests in enumerate((3, 50, 1, 2)):
+        lines += [
+            Missing(since=float(number), requests=requests, reason="disk_full"),
+            Asked(time=float(number), group=group.group, blocks=1, hit=0, keys=b"12345678"),
+        ]
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    outcome = tierkv("replay", str(path), "--capacity", "100%")
+    assert "note: 56 requests are missing in it" in outcome.out
+    assert "50 from " in outcome.out
+    assert "(disk full); 3 from " in outcome.out
+    assert "; 1 smaller gap\n" in outcome.out
+    assert tierkv("size", str(path)).out.startswith("requests.jsonl: 4 requests")
+    missing = tierkv("replay", str(path), "--capacity", "100%", "--json").json["trace"]["missing"]
+    assert [gap["requests"] for gap in missing] == [3, 50, 1, 2]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tests.cli.conftest import GIB, status, tier
-from tierkv.wire.messages import WorkerStatus
+from tierkv.wire.messages import RecordingStatus, WorkerStatus
 
 
 def test_a_ready_node_shows_tiers_sessions_counts_and_processes(tierkv, node):
@@ -61,3 +61,21 @@ def test_json_is_the_reply_and_the_endpoint(tierkv, node):
     assert found["state"] == "ready"
     assert found["tiers"][0]["used_bytes"] == GIB
     assert found["workers"][0]["pid"] == 77
+
+
+def test_a_recording_has_a_line_with_what_is_missing_in_it(tierkv, node):
+    assert "recording" not in tierkv("status").out
+    recording = RecordingStatus(
+        file="/var/log/requests.jsonl",
+        file_bytes=3 * 2**20,
+        since=1_000.0,
+        written_requests=1_234,
+        missing_requests={"no_room": 5, "disk_full": 2},
+    )
+    node.statuses = [status(recording=recording)]
+    outcome = tierkv("status")
+    assert (
+        "recording to /var/log/requests.jsonl (3.0 MiB): in 3 h 12 m 1,234 requests written, 7 missing" in outcome.out
+    )
+    assert "no_room 5, disk_full 2" in outcome.out
+    assert tierkv("status", "--json").json["recording"]["missing_requests"] == {"no_room": 5, "disk_full": 2}

@@ -28,14 +28,29 @@ from tierkv.core.instructions import (
     WriteDone,
 )
 from tierkv.core.keys import chain_keys, pack_tokens
-from tierkv.core.recording import AnyPacket, Asked, Forget, Forgotten, Group, Stored, shorten
+from tierkv.core.reasons import Reason
+from tierkv.core.recording import (
+    AnyAnswer,
+    AnyPacket,
+    Asked,
+    Forget,
+    Forgotten,
+    Group,
+    Mark,
+    Missing,
+    Recorded,
+    Stored,
+    shorten,
+)
 from tierkv.errors import ConfigError
+from tierkv.node.control import RecorderHeard
 from tierkv.node.recorder_process import RecorderProcess
 from tierkv.node.recording import ASK_AGAIN_SECONDS, TELL_AGAIN_SECONDS, Recording
 from tierkv.node.start_checks import require_recording
+from tierkv.node.survey import RECORDER_SILENT_SECONDS
 from tierkv.replay.formats import read_trace
 from tierkv.replay.reading import ReadOptions
-from tierkv.wire.messages import Acquire, Commit, Purge, Release, Reserve, Seal, SealWait
+from tierkv.wire.messages import Acquire, Commit, Purge, Release, Reserve, Seal, SealWait, WorkerStatus
 
 JOB = b"job-number-00001"
 PATIENCE_SECONDS = 30.0
@@ -47,19 +62,25 @@ class FakeRecorder:
     def __init__(self) -> None:
         front, self.sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.setblocking(False)
-        self.recording = Recording(front)
+        self.recording = Recording(front, "/var/log/requests.jsonl")
+        self.mark = 0
 
     def heard(self) -> list[AnyPacket]:
+        """Without marks; the last of them is kept."""
         packets: list[AnyPacket] = []
         while True:
             try:
-                packets.append(msgspec.msgpack.decode(self.sock.recv(2**20), type=AnyPacket))
+                packet = msgspec.msgpack.decode(self.sock.recv(2**20), type=AnyPacket)
             except BlockingIOError:
                 return packets
+            if isinstance(packet, Mark):
+                self.mark = packet.number
+            else:
+                packets.append(packet)
 
-    def say(self, answer: Forgotten) -> None:
+    def say(self, answer: AnyAnswer, now: float = 0.0) -> None:
         self.sock.send(msgspec.msgpack.encode(answer))
-        self.recording.receive()
+        self.recording.receive(now)
 
     def close(self) -> None:
         self.recording.close()
@@ -163,6 +184,100 @@ def test_a_recorder_that_does_not_keep_up_costs_lines_and_no_time(kit: Kit, reco
     assert len(recorder.heard()) > 10
     acquire(kit, keys, b"lease-after-that")
     assert [type(packet) for packet in recorder.heard()][-1] is Asked
+    assert recorder.recording.missing == {Reason.NO_ROOM: recorder.recording.dropped}
+
+
+def test_what_found_no_room_is_told_before_what_follows_it(kit: Kit, recorder: FakeRecorder) -> None:
+    keys, _ = prompt(16)
+    number = 0
+    while recorder.recording.dropped < 3:
+        number += 1
+        acquire(kit, keys, number.to_bytes(16, "big"))
+        assert number < 1_000_000
+    recorder.heard()
+    acquire(kit, keys, b"lease-after-that")
+    missing, told = recorder.heard()
+    assert missing == Missing(since=kit.now, requests=3, reason=Reason.NO_ROOM)
+    assert isinstance(told, Asked)
+
+
+def test_what_a_recorder_that_died_had_not_written_is_counted_and_told_to_the_next(
+    kit: Kit, recorder: FakeRecorder
+) -> None:
+    keys, _ = prompt(1)
+    recorder.heard()
+    recorder.say(Recorded(pid=1, file_bytes=100, mark=recorder.mark), now=1.0)
+    for grant in (L1, T1, T2):
+        acquire(kit, keys, grant)
+    recorder.say(Recorded(pid=1, file_bytes=200, taken=1, written=1, mark=recorder.mark), now=2.0)
+    recorder.heard()  # it has read the other two as well, and dies
+    recorder.say(Recorded(pid=2, file_bytes=200), now=3.0)
+    assert not recorder.recording.missing, "they may be on their way to it"
+    assert recorder.heard() == []
+    acquire(kit, keys, b"lease-after-that")
+    recorder.say(Recorded(pid=2, file_bytes=200, mark=recorder.mark), now=4.0)
+    assert recorder.recording.missing == {Reason.WORKER_DIED: 2}
+    group, asked, missing = recorder.heard()
+    assert isinstance(group, Group), "which the new one does not know"
+    assert isinstance(asked, Asked)
+    assert missing == Missing(since=3.0, requests=2, reason=Reason.WORKER_DIED)
+    recorder.say(Recorded(pid=2, file_bytes=300, taken=1, written=1, mark=recorder.mark), now=5.0)
+    assert recorder.recording.missing == {Reason.WORKER_DIED: 2}
+    assert recorder.recording.written == 2
+
+
+def test_what_an_earlier_front_had_sent_is_not_missed_by_the_next(kit: Kit, recorder: FakeRecorder) -> None:
+    recorder.heard()
+    recorder.say(Recorded(pid=1, file_bytes=0, taken=7, written=7, mark=recorder.mark - 1))
+    recorder.say(Recorded(pid=1, file_bytes=0, mark=recorder.mark))
+    acquire(kit, prompt(1)[0])
+    recorder.heard()
+    recorder.say(Recorded(pid=2, file_bytes=0))
+    recorder.heard()
+    recorder.say(Recorded(pid=2, file_bytes=0, taken=1, written=1, mark=recorder.mark))
+    assert not recorder.recording.missing
+
+
+def test_what_the_recorder_says_is_in_status(kit: Kit, recorder: FakeRecorder) -> None:
+    assert kit.survey.status(1, kit.now).recording == recorder.recording.status()
+    recorder.say(
+        Recorded(pid=1, file_bytes=100, taken=3, written=1, missing={"disk_full": 2}, problem="r.jsonl: no space"),
+        now=kit.now,
+    )
+    kit.node.recorder_heard = RecorderHeard(pid=11, restarts=1, is_running=True, problem="killed by SIGKILL")
+    said = kit.survey.status(1, kit.now + 1)
+    assert said.recording is not None
+    assert (said.recording.file, said.recording.file_bytes) == ("/var/log/requests.jsonl", 100)
+    assert (said.recording.written_requests, said.recording.missing_requests) == (1, {"disk_full": 2})
+    assert said.warnings == (
+        "what engines ask is not recorded: r.jsonl: no space",
+        "2 requests are missing in the recording; `tierkv replay` names the places",
+    )
+    assert said.state == "ready", "the cache is in order"
+    assert said.workers[-1] == WorkerStatus("recorder", 11, "running", 1, 1.0, "killed by SIGKILL")
+    exported = kit.survey.snapshot(kit.now + 1)
+    assert exported.recording == said.recording
+    assert exported.worker_restarts["recorder"] == 1
+
+
+@pytest.mark.parametrize(
+    ("heard", "seconds", "state"),
+    [
+        (None, 1.0, "starting"),
+        (RecorderHeard(pid=1, restarts=0, is_running=True, problem=""), 1.0, "running"),
+        (RecorderHeard(pid=1, restarts=0, is_running=True, problem=""), RECORDER_SILENT_SECONDS + 1, "silent"),
+        (RecorderHeard(pid=0, restarts=1, is_running=False, problem="exited with 1"), 1.0, "dead"),
+    ],
+)
+def test_a_recorder_that_is_away_is_said(
+    kit: Kit, recorder: FakeRecorder, heard: RecorderHeard | None, seconds: float, state: str
+) -> None:
+    kit.node.recorder_heard = heard
+    recorder.say(Recorded(pid=1, file_bytes=0), now=kit.now)
+    said = kit.survey.status(1, kit.now + seconds)
+    assert said.workers[-1].state == state
+    is_away = state in ("silent", "dead")
+    assert said.warnings == ((f"what engines ask is not recorded: the recorder is {state}",) if is_away else ())
 
 
 def test_without_a_recorder_nothing_is_kept() -> None:
@@ -250,7 +365,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_there_is_none_unless_it_is_asked_for(settings: Settings) -> None:
     process = RecorderProcess(settings.model_copy(update={"record": None}))
     process.start_if_due(time.monotonic())
-    assert (process.due, process.front_end(), process.filenos()) == (None, [], [])
+    assert (process.due, process.front_end(), process.filenos(), process.heard()) == (None, [], [], None)
     process.end()
 
 
@@ -259,6 +374,7 @@ def test_a_recorder_that_is_killed_is_followed_by_another_and_what_was_sent_mean
 ) -> None:
     assert settings.record is not None
     process.start_if_due(time.monotonic())
+    assert process.heard() is not None
     recording = Recording(socket.socket(fileno=os.dup(process.front_end()[0])))
     kit = Kit()
     kit.core.recording = recording
@@ -271,6 +387,9 @@ def test_a_recorder_that_is_killed_is_followed_by_another_and_what_was_sent_mean
     kit.now += TELL_AGAIN_SECONDS
     assert acquire(kit, keys) == 2
     wait_until(lambda: process.look() is None and process.due is not None)
+    heard = process.heard()
+    assert heard is not None
+    assert (heard.is_running, heard.restarts, heard.problem) == (False, 1, "killed by SIGKILL")
     process.start_if_due(time.monotonic() + 1)
     recording.close()
     process.end()

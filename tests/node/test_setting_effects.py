@@ -165,7 +165,7 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         "tests/node/test_supervisor.py::test_a_metrics_address_that_can_not_be_had_names_the_setting",
     ),
     "record": (
-        {"record": itself},
+        {"record": front},
         "e2e/test_recording.py::test_what_engines_ask_is_recorded_replayed_and_purged",
     ),
     "record_bytes": (

@@ -68,6 +68,7 @@ from tierkv.wire.messages import (
     PurgedGroup,
     PurgeReply,
     Put,
+    RecordingStatus,
     Release,
     Reply,
     ReportBad,
@@ -339,6 +340,14 @@ REPLIES: tuple[Reply, ...] = (
         ),
         warnings=("nvme_bytes asks for 2 GiB",),
         found={"set_aside": 1},
+        recording=RecordingStatus(
+            file="/var/log/r.jsonl",
+            file_bytes=1_000,
+            since=1_700_000_000.0,
+            written_requests=20,
+            missing_requests={"no_room": 3},
+            problem="r.jsonl: no space",
+        ),
     ),
     WarmupReply(
         id=13,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -15,11 +16,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from tierkv.core.recording import AnyPacket, Asked, Forget, Forgotten, Group, Stored, shorten
+from tierkv.core.reasons import Reason
+from tierkv.core.recording import (
+    AnyAnswer,
+    AnyPacket,
+    Asked,
+    Forget,
+    Forgotten,
+    Group,
+    Mark,
+    Missing,
+    Recorded,
+    Stored,
+    shorten,
+)
 from tierkv.errors import TraceUnreadable
 from tierkv.replay.formats import read_trace
 from tierkv.replay.reading import ReadOptions
-from tierkv.replay.trace import Trace, Verb
+from tierkv.replay.trace import Gap, Trace, Verb
 from tierkv.workers import recorder
 from tierkv.workers.recorder import Recorder, RecorderConfig, Recording
 
@@ -201,7 +215,109 @@ def test_a_link_is_not_followed(recording: Recording, path: Path, tmp_path: Path
     assert not (tmp_path / "elsewhere").exists()
 
 
+# ---- what is missing
+
+
+class Full:
+    """The disk is full once `room` more bytes are written. A write may take a part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room: int | None = None
+        self._write = os.write
+        monkeypatch.setattr(recorder.os, "write", self)
+
+    def __call__(self, fd: int, content: memoryview) -> int:
+        if self.room is None:
+            return self._write(fd, content)
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = self._write(fd, content[: self.room])
+        self.room -= done
+        return done
+
+
+def test_what_a_full_disk_has_cost_stands_where_it_is_missing(
+    recording: Recording, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Full(monkeypatch)
+    record(recording, asked("ab"))
+    for _ in range(2):  # the second time that some are missing is lost as well, and told again
+        recording.add(asked("abc", 2.0))
+        recording.add(asked("abcd", 3.0))
+        disk.room = 0
+        with pytest.raises(OSError, match="No space"):
+            recording.flush()
+        disk.room = None
+    record(recording, asked("abcde", 4.0))
+    assert (recording.written, recording.missing) == (2, {Reason.DISK_FULL: 4})
+    trace = read(path)
+    assert [step.time for step in trace.steps] == [1.0, 4.0]
+    assert trace.gaps == (Gap(0.0, 4, "disk_full"),)
+
+
+def test_of_a_write_that_ended_in_the_middle_whole_lines_are_there(
+    recording: Recording, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Full(monkeypatch)
+    record(recording, asked("ab"))
+    disk.room = 100 + len(msgspec.json.encode(asked("xy", 2.0)))
+    for number in range(3):
+        recording.add(asked("xy", 2.0 + number))
+    with pytest.raises(OSError, match="No space"):
+        recording.flush()
+    disk.room = None
+    record(recording, asked("ab", 9.0))
+    trace = read(path)
+    assert recording.written == len(trace.steps) == 3
+    assert trace.gaps == (Gap(0.0, 2, "disk_full"),)
+
+
+def test_what_went_with_a_file_that_somebody_removed_is_missing_in_the_next(recording: Recording, path: Path) -> None:
+    record(recording, asked("ab"), asked("abc"))
+    path.unlink()
+    recording.add(asked("abcd"))
+    recording.flush()
+    record(recording, asked("abcde", 5.0))
+    assert recording.missing == {Reason.NOT_FOUND: 3}
+    trace = read(path)
+    assert [step.time for step in trace.steps] == [5.0]
+    assert trace.gaps == (Gap(0.0, 3, "not_found"),)
+
+
+def test_a_file_that_was_moved_away_keeps_what_it_has_and_another_begins(recording: Recording, path: Path) -> None:
+    record(recording, asked("ab"))
+    moved = path.with_name("yesterday.jsonl")
+    os.replace(path, moved)
+    record(recording, asked("abc", 2.0), asked("abcd", 3.0))
+    assert [step.time for step in read(moved).steps] == [1.0, 2.0]
+    assert [step.time for step in read(path).steps] == [3.0]
+    assert not recording.missing
+
+
+def test_what_the_front_could_not_send_stands_in_the_file(recording: Recording, path: Path) -> None:
+    record(recording, asked("ab"))
+    recording.note_missing(Missing(since=1.5, requests=12, reason=Reason.NO_ROOM))
+    record(recording, asked("ab", 2.0))
+    assert not recording.missing, "the front has counted them"
+    assert read(path).gaps == (Gap(1.5, 12, "no_room"),)
+
+
+def test_a_purge_leaves_what_it_says_of_missing_requests(recording: Recording, path: Path) -> None:
+    recording.note_missing(Missing(since=1.5, requests=12, reason=Reason.NO_ROOM))
+    record(recording, asked("ab"))
+    recording.forget(Forget(job=b"j", salts=("",)))
+    assert [line["line"] for line in lines_of(path)] == ["begun", "missing"]
+
+
 # ---- the process
+
+
+def answers(sock: socket.socket, wanted: type[AnyAnswer]) -> Iterator[Any]:
+    """Those of one kind, as they come."""
+    while True:
+        answer = msgspec.msgpack.decode(sock.recv(2**16), type=AnyAnswer)
+        if isinstance(answer, wanted):
+            yield answer
 
 
 def send(sock: socket.socket, *packets: AnyPacket) -> None:
@@ -217,7 +333,7 @@ def test_packets_become_lines_until_nobody_is_left_to_send_any(path: Path) -> No
             thread.start()
             send(ours, ONE, asked("ab"), stored("ab"), Forget(job=b"j", salts=("someone",)))
             ours.settimeout(30)
-            assert msgspec.msgpack.decode(ours.recv(2**16), type=Forgotten) == Forgotten(job=b"j", lines=0)
+            assert next(answers(ours, Forgotten)) == Forgotten(job=b"j", lines=0)
             send(ours, asked("abc"))
         thread.join(30)
     assert not thread.is_alive()
@@ -235,13 +351,38 @@ def test_a_recording_that_can_not_be_written_loses_lines_and_is_told_of_once(
             thread = threading.Thread(target=Recorder(theirs, Recording(path, 2**20)).run)
             thread.start()
             ours.settimeout(30)
-            answer = msgspec.msgpack.decode(ours.recv(2**16), type=Forgotten)
-            assert answer.problem
+            assert next(answers(ours, Forgotten)).problem
             path.rmdir()
             send(ours, asked("c"))
         thread.join(30)
-    assert [step.tokens for step in read(path).steps] == [16]
+    trace = read(path)
+    assert [step.tokens for step in trace.steps] == [16]
+    assert [gap.requests for gap in trace.gaps] == [2]
     assert len([one for one in caplog.records if "is not recorded" in one.message]) == 1
+
+
+def test_the_front_is_told_what_came_of_all_that_was_sent_before_a_mark(path: Path) -> None:
+    path.mkdir()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        with ours:
+            thread = threading.Thread(target=Recorder(theirs, Recording(path, 2**20)).run)
+            thread.start()
+            ours.settimeout(30)
+            said = answers(ours, Recorded)
+            first = next(said)
+            assert first == Recorded(pid=os.getpid(), file_bytes=path.stat().st_size)
+            send(ours, ONE, asked("a"), asked("b"), Mark(number=7))
+            full = next(one for one in said if one.mark == 7)
+            assert (full.taken, full.written, full.missing) == (2, 0, {"io_error": 2})
+            assert "Is a directory" in full.problem
+            path.rmdir()
+            send(ours, asked("c"), Mark(number=8))
+            whole = next(one for one in said if one.mark == 8)
+            assert (whole.taken, whole.written, whole.missing, whole.problem) == (1, 1, {}, "")
+            assert whole.file_bytes == path.stat().st_size
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_the_process_ends_with_its_socket(path: Path) -> None:

@@ -5,7 +5,8 @@ One JSON object a line. Each file begins with `Begun`, and tells of a group befo
 chain: one that was written before in the same file stands for all in front of it, so that a prompt is written as the
 last block that is known, and those behind it.
 
-    front -> recorder    packets of these, with the keys of all blocks, and Forget; recorder -> front: Forgotten
+    front -> recorder    packets of these, with the keys of all blocks; Forget, Mark
+    recorder -> front    Forgotten, Recorded
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ class Stored(Line, frozen=True, kw_only=True):
     keys: bytes
 
 
+class Missing(Line, frozen=True, kw_only=True):
+    """Here `requests` are missing that came from `since` on: `reason` is of the closed list. no_room: the recorder did
+    not keep up; worker_died: it died, and what it had not written went with it; not_found: somebody removed the file
+    with them; else, why the file could not be written."""
+
+    since: float
+    requests: int
+    reason: str
+
+
 class Forget(Line, frozen=True, kw_only=True):
     """A purge: no line is to be left of groups that are named, that have one of these fingerprints or salts, or that
     hold a block with one of these short keys."""
@@ -81,8 +92,29 @@ class Forgotten(Line, frozen=True, kw_only=True):
     problem: str = ""
 
 
-AnyLine = Begun | Group | Asked | Stored
-AnyPacket = Group | Asked | Stored | Forget
+class Mark(Line, frozen=True, kw_only=True):
+    """Say what came of all that was sent before this."""
+
+    number: int
+
+
+class Recorded(Line, frozen=True, kw_only=True):
+    """A sign of life of the recorder `pid`, and what is new since the one before: of `taken` requests, `written` are in
+    the file; `missing`, by reason, are not, or no more. `file_bytes` of both files. `problem`: why it can't write now.
+    `mark`: the number of the last Mark that it has read."""
+
+    pid: int
+    file_bytes: int
+    taken: int = 0
+    written: int = 0
+    missing: dict[str, int] = {}
+    problem: str = ""
+    mark: int = 0
+
+
+AnyLine = Begun | Group | Asked | Stored | Missing
+AnyPacket = Group | Asked | Stored | Missing | Forget | Mark
+AnyAnswer = Forgotten | Recorded
 
 
 def shorten(keys: bytes) -> bytes:

@@ -156,6 +156,15 @@ ALERTS: tuple[Alert, ...] = (
         heading="A process is dead, or hangs",
     ),
     Alert(
+        name="TierkvRecordingLacks",
+        expression=grew(m("unrecorded_requests_total"), "15m"),
+        lasts="0m",
+        severity="info",
+        summary="the recording of tierkv at {{ $labels.instance }} lacks requests: {{ $labels.reason }}",
+        description="The cache is not concerned. A replay of the recording says where they are missing.",
+        heading="The recording lacks requests",
+    ),
+    Alert(
         name="TierkvDrift",
         expression=f"increase({m('drift_bytes_total')}[1h]) > 0",
         lasts="0m",

@@ -11,6 +11,7 @@ from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import ShareUse, TierBytes, Wear
+from tierkv.wire.messages import RecordingStatus
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency buckets, in seconds; one more bucket holds what is slower."""
@@ -47,7 +48,7 @@ class Snapshot:
 
     `state` and `problems` as `status` tells them, `processes` the state of each, `tier_errors` how many file operations
     failed and the last of them, in words, by tier; `found` what the last start did not take, by kind.
-    `wear` is None without an NVMe tier.
+    `wear` is None without an NVMe tier, `recording` where nothing is recorded.
     `io_errors` is by (operation, errno name), `request_errors` by code, `queues`, `latencies` and `worker_restarts` by
     name.
     """
@@ -87,3 +88,4 @@ class Snapshot:
     request_errors: Mapping[str, int] = field(default_factory=dict)
     dropped_replies: int = 0
     slow_sessions: int = 0
+    recording: RecordingStatus | None = None

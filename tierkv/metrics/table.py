@@ -115,6 +115,19 @@ METRICS: tuple[Declared, ...] = (
         "slow_sessions_total", "counter", "", (), "Sessions ended because their client did not read its replies.",
         _one(lambda s: s.slow_sessions),
     ),
+    # ---- what is recorded for replays
+    Declared(
+        "recorded_requests_total", "counter", "", (), "Lookups and stores that the recording has, where there is one.",
+        lambda s: {(): s.recording.written_requests} if s.recording is not None else {},
+    ),
+    Declared(
+        "unrecorded_requests_total", "counter", "", ("reason",), "Those that are missing there.",
+        lambda s: {(reason,): n for reason, n in s.recording.missing_requests.items()} if s.recording else {},
+    ),
+    Declared(
+        "recording_bytes", "gauge", "bytes", (), "The recording on disk, both files.",
+        lambda s: {(): s.recording.file_bytes} if s.recording is not None else {},
+    ),
     # ---- loading
     Declared(
         "asked_tokens_total", "counter", "tokens", (), "Tokens of whole blocks that engines asked to load.",
@@ -331,7 +344,8 @@ _PAGE_HEAD = """\
 Served for Prometheus at `http://<metrics_host>:<metrics_port>/metrics`, only when `metrics_port` is set. Counters
 (names in `_total`) only grow while one front lives and start at 0 in the next. Labels are from closed lists: `tier` is
 `host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`, a `code` one of the error codes in protocol.md, an
-`operation` of `request_seconds` the name of a request there, a `worker` is `front`, `storage` or `gateway`.
+`operation` of `request_seconds` the name of a request there, a `worker` is `supervisor`, `front`,
+`storage`, `gateway` or `recorder`.
 A `share` has the name that the settings give it, or is the `rest`.
 
 Made from `tierkv/metrics/table.py` by `python -m tierkv.metrics`.

@@ -1,7 +1,7 @@
 """What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
 
     supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
-                           SessionEnded, HostLimit, MemoryZeroed, GatewayHeard, Ping, Shutdown
+                           SessionEnded, HostLimit, MemoryZeroed, GatewayHeard, RecorderHeard, Ping, Shutdown
     front -> supervisor    Ready, Pong, WorkerRecovered, ReplaceWorker, DirectoryGone, ZeroMemory, Drained
 
 [descriptors] travel with their message (SCM_RIGHTS). The end of the pair says that the other process is gone.
@@ -57,6 +57,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_host: str
     log_level: str
     has_gateway: bool = False
+    record: str = ""
     pinned_share: float = 0.1
     auto_pin_share: float = 0.0
     ttl: tuple[tuple[str, float], ...] = ()
@@ -149,6 +150,16 @@ class GatewayHeard(ControlMessage, frozen=True, kw_only=True, tag=True):
     problem: str
 
 
+class RecorderHeard(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The recorder was started, or has ended. `problem`: how the last one that died, died. That it works it tells the
+    front itself."""
+
+    pid: int
+    restarts: int
+    is_running: bool
+    problem: str
+
+
 class Ping(ControlMessage, frozen=True, kw_only=True, tag=True):
     """A front whose loop turns answers Pong."""
 
@@ -204,6 +215,7 @@ AnyControlMessage = (
     | SessionEnded
     | HostLimit
     | GatewayHeard
+    | RecorderHeard
     | Ping
     | Shutdown
     | Ready

@@ -49,6 +49,7 @@ from tierkv.node.control import (
     Ping,
     Pong,
     Ready,
+    RecorderHeard,
     ReplaceWorker,
     SessionClosed,
     SessionEnded,
@@ -134,7 +135,9 @@ class Front:
         self._router = Router(Path(settings.socket_dir))
         self._outbox = Outbox(self._router.send, self._now)
         zero = None if self._has_nvme else self._have_zeroed
-        self._recording = Recording(socket.socket(fileno=recorder_fd) if recorder_fd is not None else None)
+        self._recording = Recording(
+            socket.socket(fileno=recorder_fd) if recorder_fd is not None else None, settings.record, self._now()
+        )
         self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker, zero, self._recording)
         self._watchdog = Watchdog(settings.hang_seconds)
         self._node = NodeState(
@@ -210,7 +213,7 @@ class Front:
             if self._router.door in ready:
                 self._router.admit()
             if self._recording.is_on and self._recording.fileno() in ready:
-                self._recording.receive()
+                self._recording.receive(self._now())
             self._take_requests()
             self._do_what_is_due()
             self._is_idle = not ready
@@ -337,6 +340,8 @@ class Front:
             case GatewayHeard():
                 self._node.gateway_heard = message
                 self._node.gateway_heard_at = now
+            case RecorderHeard():
+                self._node.recorder_heard = message
             case Ping():
                 self._control.send(Pong())
             case Shutdown():

@@ -189,6 +189,7 @@ def front_settings(settings: Settings) -> FrontSettings:
         metrics_host=settings.metrics_host,
         log_level=settings.log_level,
         has_gateway=bool(settings.inline_users),
+        record=str(settings.record or ""),
         pinned_share=settings.pinned_share,
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl_rules,

@@ -13,6 +13,7 @@ import time
 
 from tierkv.config import Settings
 from tierkv.node.children import Backoff, Child
+from tierkv.node.control import RecorderHeard
 from tierkv.workers.recorder import RecorderConfig
 
 RECORDER_MODULE = "tierkv.workers.recorder"
@@ -30,6 +31,7 @@ class RecorderProcess:
         self._lock_fds = [lock_fd] if lock_fd >= 0 else []
         self._backoff = Backoff()
         self._child: Child | None = None
+        self._problem = ""
         self._is_wanted = settings.record is not None
         self._pair: tuple[socket.socket, socket.socket] | None = None
         self.due: float | None = 0.0 if self._is_wanted else None
@@ -42,6 +44,17 @@ class RecorderProcess:
 
     def filenos(self) -> list[int]:
         return [self._child.pidfd] if self._child is not None else []
+
+    def heard(self) -> RecorderHeard | None:
+        """How it is; None where it is off. To be told to a front when it begins, and when this has changed."""
+        if self._pair is None:
+            return None
+        return RecorderHeard(
+            pid=self._child.pid if self._child is not None else 0,
+            restarts=self._backoff.restarts,
+            is_running=self._child is not None,
+            problem=self._problem,
+        )
 
     def start_if_due(self, now: float) -> None:
         if self.due is None or self.due > now or self._pair is None:
@@ -65,6 +78,7 @@ class RecorderProcess:
             return
         if self._is_wanted:
             log.error("recorder %d %s", self._child.pid, how)
+            self._problem = how
             self.due = self._backoff.died(time.monotonic())
         self._child = None
 

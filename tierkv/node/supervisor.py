@@ -39,6 +39,7 @@ from tierkv.node.control import (
     Ping,
     Pong,
     Ready,
+    RecorderHeard,
     ReplaceWorker,
     SessionClosed,
     SessionEnded,
@@ -176,6 +177,7 @@ class Supervisor:
         self._admission = Admission(sessions)
         self._gateway = GatewayProcess(settings)
         self._recorder = recorder
+        self._told_of_recorder: tuple[int, RecorderHeard] | None = None  # which incarnation, and what
         self._front_backoff = Backoff()
         self._worker_backoff = Backoff()
         self._front_due: float | None = 0.0
@@ -208,6 +210,7 @@ class Supervisor:
             self._reap()
             self._hear_gateway()
             self._recorder.look()
+            self._tell_of_recorder()
             for event in self._sessions.poll():
                 self._on_session(event)
             self._do_what_is_due()
@@ -387,6 +390,12 @@ class Supervisor:
         heard = self._gateway.look()
         if heard is not None and self._incarnation is not None:
             self._tell(self._incarnation, heard)
+
+    def _tell_of_recorder(self) -> None:
+        heard, incarnation = self._recorder.heard(), self._incarnation
+        if heard is not None and incarnation is not None and self._told_of_recorder != (incarnation.number, heard):
+            self._told_of_recorder = incarnation.number, heard
+            self._tell(incarnation, heard)
 
     def _kill_children(self) -> None:
         if self._incarnation is not None:

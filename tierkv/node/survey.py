@@ -18,7 +18,7 @@ from tierkv.core.instructions import JournalHealth
 from tierkv.core.usage import GroupUsage, TierBytes
 from tierkv.metrics import Snapshot
 from tierkv.metrics.snapshot import copy_counters
-from tierkv.node.control import GatewayHeard
+from tierkv.node.control import GatewayHeard, RecorderHeard
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.mover import NAME as STORAGE
 from tierkv.node.mover import SILENT_SECONDS
@@ -26,7 +26,9 @@ from tierkv.node.outbox import Outbox
 from tierkv.wire.messages import NvmeWear, StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
 
 GATEWAY = "gateway"
+RECORDER = "recorder"
 GATEWAY_SILENT_SECONDS = 5.0
+RECORDER_SILENT_SECONDS = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class NodeState:
     has_gateway: bool = False
     gateway_heard: GatewayHeard | None = None
     gateway_heard_at: float = 0.0
+    recorder_heard: RecorderHeard | None = None
 
     def describe_gateway(self, now: float) -> str:
         heard = self.gateway_heard
@@ -92,8 +95,9 @@ class Survey:
             counters=self._counters(),
             tiers=self._tiers(),
             workers=tuple(self._workers(now)),
-            warnings=tuple(self._warnings()),
+            warnings=tuple(self._warnings(now)),
             found=self._found(),
+            recording=self._core.recording.status(),
         )
 
     def usage(self, request_id: int, now: float) -> UsageReply:
@@ -150,13 +154,29 @@ class Survey:
             request_errors=dict(self._outbox.errors),
             dropped_replies=self._outbox.dropped,
             slow_sessions=self._outbox.slow_sessions,
+            recording=self._core.recording.status(),
         )
 
     def _restarts(self) -> dict[str, int]:
         restarts = {"front": self._node.front_restarts, STORAGE: self._worker.restarts}
         if self._node.has_gateway:
             restarts[GATEWAY] = self._node.gateway_heard.restarts if self._node.gateway_heard else 0
+        if self._core.recording.is_on:
+            restarts[RECORDER] = self._node.recorder_heard.restarts if self._node.recorder_heard else 0
         return restarts
+
+    def _recorder(self, now: float) -> WorkerStatus:
+        sign, said = self._node.recorder_heard, self._core.recording
+        heard = max(0.0, now - said.heard) if said.heard is not None else now - self._began
+        state = "running"
+        if sign is None or (said.heard is None and heard <= RECORDER_SILENT_SECONDS):
+            state = "starting"
+        elif not sign.is_running:
+            state = "dead"
+        elif heard > RECORDER_SILENT_SECONDS:
+            state = "silent"
+        pid, restarts, problem = (sign.pid, sign.restarts, sign.problem) if sign is not None else (0, 0, "")
+        return WorkerStatus(RECORDER, pid, state, restarts, heard, problem)
 
     # ---- parts
 
@@ -199,7 +219,7 @@ class Survey:
         every = self._node.ping_seconds
         return every > 0 and now - max(self._node.supervisor_heard, self._began) > 3 * every + SILENT_SECONDS
 
-    def _warnings(self) -> Iterator[str]:
+    def _warnings(self, now: float) -> Iterator[str]:
         """What an operator may want to change; nothing is wrong with the node."""
         if self._node.nvme_shortage:
             yield self._node.nvme_shortage
@@ -215,8 +235,20 @@ class Survey:
             yield f"what is on disk and what was booked differ ({journal.differences} open); see `tierkv audit`"
         if (found := self._worker.found) is not None and found.unreadable_pins:
             yield f"{found.unreadable_pins} records of pins can't be read; the log names them: pin these anew"
+        yield from self._about_recording(now)
         if self._node.read_only:
             yield "read_only is set: files are read, nothing is written to the data directory"
+
+    def _about_recording(self, now: float) -> Iterator[str]:
+        recording = self._core.recording
+        if not recording.is_on:
+            return
+        if recording.problem:
+            yield f"what engines ask is not recorded: {recording.problem}"
+        elif (state := self._recorder(now).state) not in ("running", "starting"):
+            yield f"what engines ask is not recorded: the recorder is {state}"
+        if missing := recording.missing.total():
+            yield f"{missing:,} requests are missing in the recording; `tierkv replay` names the places"
 
     def _found(self) -> dict[str, int]:
         """What the last start found in the data directory that it did not take, where there was any."""
@@ -243,6 +275,8 @@ class Survey:
         if node.has_nvme:
             heard = max(0.0, now - worker.heard)
             yield WorkerStatus(STORAGE, worker.pid, worker.describe(now), worker.restarts, heard, worker.problem)
+        if self._core.recording.is_on:
+            yield self._recorder(now)
 
     def _tiers(self) -> tuple[TierUsage, ...]:
         return tuple(self._tier(tier) for tier in self._state.tiers())

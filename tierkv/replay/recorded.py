@@ -1,7 +1,8 @@
 """Recordings of a node (`tierkv serve --record`): what engines asked for and what they stored, as it happened.
 
-The lines are declared in tierkv/core/recording.py. What an engine stored is stored again in a replay, generated tokens
-included, and whatever of its prompt is missing there with it.
+The lines are declared in tierkv/core/recording.py. Requests that the recording says are missing are gaps of the trace.
+What an engine stored is stored again in a replay, generated tokens included, and whatever of its prompt is missing
+there with it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from tierkv.core import recording
-from tierkv.core.recording import AnyLine, Asked, Begun, Group, Stored, split_short
+from tierkv.core.recording import AnyLine, Asked, Begun, Group, Missing, Stored, split_short
 from tierkv.errors import TraceUnreadable
 from tierkv.replay.reading import Line, ReadOptions, decode, read_lines
-from tierkv.replay.trace import Trace, TraceBuilder, TraceGroup, Verb
+from tierkv.replay.trace import Gap, Trace, TraceBuilder, TraceGroup, Verb
 
 _DECODER: msgspec.json.Decoder[AnyLine] = msgspec.json.Decoder(AnyLine)
 
@@ -64,6 +65,8 @@ class _Recorded:
                 if group.group not in self._groups:
                     shape = TraceGroup(group.name or group.group[:4].hex(), group.block_tokens, group.block_bytes)
                     self._groups[group.group] = self._builder.add_group(shape)
+            case Missing(since=since, requests=requests, reason=reason):
+                self._builder.add_gap(Gap(since, requests, reason))
             case Asked() | Stored() as happened:
                 self._happened(line, happened)
 

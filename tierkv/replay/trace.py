@@ -51,14 +51,25 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """`requests` that happened are not in the trace, from `since` on; why is a `reason` of the closed list."""
+
+    since: float
+    requests: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
-    """`groups_of` has the group of each block, by its number. `about` says in words what was read, and how."""
+    """`groups_of` has the group of each block, by its number. `about` says in words what was read, and how. `gaps` are
+    what the source itself says to be missing."""
 
     name: str
     about: str
     groups: tuple[TraceGroup, ...]
     steps: tuple[Step, ...]
     groups_of: array[int]
+    gaps: tuple[Gap, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -102,6 +113,7 @@ class TraceBuilder:
     _numbers: dict[tuple[int, Hashable], int] = field(default_factory=dict)
     _groups_of: array[int] = field(default_factory=lambda: array("H"))
     _steps: list[Step] = field(default_factory=list)
+    _gaps: list[Gap] = field(default_factory=list)
 
     def add_group(self, group: TraceGroup) -> int:
         self.groups.append(group)
@@ -122,9 +134,12 @@ class TraceBuilder:
     def add(self, time: float, verb: Verb, group: int, blocks: array[int], tokens: int) -> None:
         self._steps.append(Step(time, verb, group, blocks, tokens))
 
+    def add_gap(self, gap: Gap) -> None:
+        self._gaps.append(gap)
+
     def build(self, name: str, about: str) -> Trace:
         steps = tuple(sorted(self._steps, key=lambda step: step.time))
-        return Trace(name, about, tuple(self.groups), steps, self._groups_of)
+        return Trace(name, about, tuple(self.groups), steps, self._groups_of, tuple(self._gaps))
 
 
 def spread_ticks(times: list[float], tick_seconds: float) -> Iterator[float]:

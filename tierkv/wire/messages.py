@@ -479,10 +479,24 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class RecordingStatus(msgspec.Struct, frozen=True):
+    """What is recorded of what engines ask (`record`): `file_bytes` of the file and the older one; requests that this
+    front, which began at `since`, has had written, and those that are missing there, by reason. `problem`: why nothing
+    is written now."""
+
+    file: str
+    file_bytes: int
+    since: float
+    written_requests: int
+    missing_requests: dict[str, int]
+    problem: str = ""
+
+
 class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     """`state`: recovering, ready, degraded or stopping; `problems` says in words what is not as it should be, and
     `warnings` what is right and perhaps not as it was meant. `found`: what the last start met in the data directory
-    and did not take (set_aside, foreign, unknown_format, unreadable), as far as there was any."""
+    and did not take (set_aside, foreign, unknown_format, unreadable), as far as there was any. `recording` is absent
+    where nothing is recorded."""
 
     state: str
     problems: tuple[str, ...]
@@ -503,6 +517,7 @@ class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     workers: tuple[WorkerStatus, ...]
     warnings: tuple[str, ...] = ()
     found: dict[str, int] = {}
+    recording: RecordingStatus | None = None
 
 
 class Status(Request, frozen=True, kw_only=True, tag=True):

@@ -6,7 +6,9 @@
 
 It is a process of its own so that neither the front nor the storage worker ever waits for this file, and so that a node
 without a data directory can have one. The front drops what it has no room for; a disk that is full or away loses lines,
-and the node goes on. A purge removes the lines of its groups from both files, by rewriting them.
+and the node goes on. What is not recorded is counted, told to the front every second, and told of in the file by a
+line of its own, so that no replay takes the rest for the whole. A purge removes the lines of its groups from both
+files, by rewriting them.
 
 Exit codes: 0 the front and the supervisor are gone, or it was told to end; 71 the supervisor is gone.
 """
@@ -20,14 +22,18 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from tierkv.core.reasons import Reason
 from tierkv.core.recording import (
     FORMAT,
+    AnyAnswer,
     AnyLine,
     AnyPacket,
     Asked,
@@ -35,9 +41,13 @@ from tierkv.core.recording import (
     Forget,
     Forgotten,
     Group,
+    Mark,
+    Missing,
+    Recorded,
     Stored,
     split_short,
 )
+from tierkv.storage.system_calls import translate
 from tierkv.workers.lifeline import end_with_parent
 
 MAX_PACKET_BYTES = 4 * 2**20
@@ -62,9 +72,19 @@ class RecorderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self).decode()
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A line for the file. Of requests that are missing it says so with a `reason`, and when the first one came."""
+
+    content: bytes
+    requests: int = 0
+    reason: str = ""
+    since: float = 0.0
+
+
 class Recording:
-    """The two files. Raises OSError where they can't be written; what was not written is lost, and the next line begins
-    with a file that is whole."""
+    """The two files. Raises OSError where they can't be written; what was not written is lost and counted, and the next
+    line begins with a file that is whole, and with what is missing before it."""
 
     def __init__(self, path: Path, max_bytes: int, now: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -73,7 +93,11 @@ class Recording:
         self._now = now
         self._fd = -1
         self._bytes = 0
-        self._waiting: list[bytes] = []
+        self._written_here = 0  # requests, since this file was opened
+        self._waiting: list[_Waiting] = []
+        self._untold: dict[str, tuple[int, float]] = {}  # by reason, how many requests no line says are missing
+        self.written = 0
+        self.missing: Counter[str] = Counter()
         self._groups: dict[bytes, Group] = {}
         self._told: set[bytes] = set()  # groups that this file has told of
         self._known: set[tuple[bytes, bytes]] = set()  # of a group, blocks that this file has written
@@ -85,31 +109,49 @@ class Recording:
         """Whether its group is known; of others nothing can be written. To be followed by `flush`."""
         group = self._groups.get(happened.group)
         if group is None:
+            self._lose(1, Reason.WORKER_DIED)  # the one that died knew it
             return False
         if self._fd < 0:
-            self._open()
+            try:
+                self._open()
+            except OSError as error:
+                self._lose(1, translate("open", error).reason)
+                raise
+        self._tell_missing()
         if group.group not in self._told:
             self._write(group)
             self._told.add(group.group)
-        self._write(self._without_known(happened))
+        self._write(self._without_known(happened), requests=1)
         return True
 
-    def flush(self) -> None:
-        """Hand it to the file system."""
+    def note_missing(self, missing: Missing) -> None:
+        """The front has counted these; they are told of before the next line."""
+        self._keep_untold(missing.reason, missing.requests, missing.since)
+
+    def flush(self) -> bool:
+        """Hand it to the file system; whether there was anything."""
+        is_moved = self._fd >= 0 and self._is_elsewhere()
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        try:
-            _write_all(self._fd, b"".join(waiting))
-        except OSError:
-            self.close()  # a line may be torn
-            raise
-        if self._bytes >= self._half:
+        if waiting:
+            self._hand_over(waiting)
+        if is_moved:
+            self.close()
+        elif waiting and self._bytes >= self._half:
             self.close()
             os.replace(self._path, self._older)
+        return bool(waiting)
+
+    def file_bytes(self) -> int:
+        """Of both files. What can't be looked at counts nothing: that it can't be written is told anyway."""
+        total = 0
+        for path in (self._path, self._older):
+            with suppress(OSError):
+                total += path.stat().st_size
+        return total
 
     def close(self) -> None:
         self._waiting.clear()
+        self._written_here = 0
         self._told.clear()
         self._known.clear()
         if self._fd >= 0:
@@ -128,17 +170,79 @@ class Recording:
             os.close(folder)
         return removed
 
+    def _is_elsewhere(self) -> bool:
+        """Whether somebody has moved the file: it gets its last lines, and a new one begins. From one that was removed
+        all is lost that it had of ours, and what waits as well, for it builds on that."""
+        try:
+            there = self._path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            there = None
+        ours = os.fstat(self._fd)
+        if there is not None and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+            return False
+        if ours.st_nlink:
+            return True
+        log.error("%s was removed, with %d requests that this recorder had written", self._path, self._written_here)
+        self._lose(self._written_here, Reason.NOT_FOUND)
+        waiting, self._waiting = self._waiting, []
+        self._count(waiting, 0, Reason.NOT_FOUND)
+        self.close()
+        return False
+
+    def _hand_over(self, waiting: list[_Waiting]) -> None:
+        content = memoryview(b"".join(line.content for line in waiting))
+        done = 0
+        try:
+            while done < len(content):
+                done += os.write(self._fd, content[done:])
+        except OSError as error:
+            self._count(waiting, done, translate("write", error).reason)
+            self.close()  # a line may be torn
+            raise
+        self._count(waiting, done)
+
+    def _count(self, waiting: list[_Waiting], num_bytes: int, reason: str = "") -> None:
+        """The lines that lie within `num_bytes` are written; those behind them are lost."""
+        end = 0
+        for line in waiting:
+            end += len(line.content)
+            is_written = end <= num_bytes
+            if line.reason:
+                if not is_written:
+                    self._keep_untold(line.reason, line.requests, line.since)
+            elif is_written:
+                self.written += line.requests
+                self._written_here += line.requests
+            else:
+                self._lose(line.requests, reason)
+
+    def _lose(self, requests: int, reason: str) -> None:
+        if requests:
+            self.missing[reason] += requests
+            self._keep_untold(reason, requests, self._now())
+
+    def _keep_untold(self, reason: str, requests: int, since: float) -> None:
+        before, first = self._untold.get(reason, (0, since))
+        self._untold[reason] = before + requests, min(first, since)
+
+    def _tell_missing(self) -> None:
+        for reason, (requests, since) in self._untold.items():
+            line = Missing(since=since, requests=requests, reason=reason)
+            self._write(line, requests=requests, reason=reason, since=since)
+        self._untold.clear()
+
     def _open(self) -> None:
         """Behind what is there, on a line of its own."""
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._bytes = os.fstat(self._fd).st_size
         if self._bytes:
-            self._waiting.append(b"\n")
+            self._waiting.append(_Waiting(b"\n"))
         self._write(Begun(format=FORMAT, time=self._now()))
 
-    def _write(self, line: AnyLine) -> None:
-        self._waiting.append(msgspec.json.encode(line) + b"\n")
-        self._bytes += len(self._waiting[-1])
+    def _write(self, line: AnyLine, *, requests: int = 0, reason: str = "", since: float = 0.0) -> None:
+        content = msgspec.json.encode(line) + b"\n"
+        self._waiting.append(_Waiting(content, requests, reason, since))
+        self._bytes += len(content)
 
     def _without_known(self, happened: Asked | Stored) -> Asked | Stored:
         if len(self._known) > MAX_KNOWN_BLOCKS:
@@ -201,7 +305,7 @@ def _group_of(line: bytes) -> bytes:
     match _decode(line):
         case Group(group=group) | Asked(group=group) | Stored(group=group):
             return group
-        case Begun():
+        case Begun() | Missing():
             return b""
         case None:
             return _UNREADABLE if line.strip() else b""
@@ -214,12 +318,6 @@ def _decode(line: bytes) -> AnyLine | None:
         return None
 
 
-def _write_all(fd: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 class Recorder:
     """Packets in, lines out. One thread."""
 
@@ -228,10 +326,14 @@ class Recorder:
         self._recording = recording
         self._problem = ""
         self._lost = 0
+        self._taken = 0
+        self._mark = 0
+        self._said = Recorded(pid=os.getpid(), file_bytes=0)  # all that the front was told, summed
         self._decoder: msgspec.msgpack.Decoder[AnyPacket] = msgspec.msgpack.Decoder(AnyPacket)
 
     def run(self) -> None:
         """Until nobody is left who could send anything."""
+        self._report()
         due = time.monotonic() + FLUSH_SECONDS
         while True:
             if select.select([self._sock], [], [], max(0.0, due - time.monotonic()))[0]:
@@ -240,9 +342,10 @@ class Recorder:
                     break
                 self._take(self._decoder.decode(packet))
             if time.monotonic() >= due:
-                self._try(self._recording.flush)
+                self._flush()
+                self._report()
                 due = time.monotonic() + FLUSH_SECONDS
-        self._try(self._recording.flush)
+        self._flush()
         self._recording.close()
 
     def _take(self, packet: AnyPacket) -> None:
@@ -251,23 +354,49 @@ class Recorder:
                 self._recording.note(packet)
             case Forget():
                 self._forget(packet)
+            case Missing():
+                self._recording.note_missing(packet)
+            case Mark(number=number):
+                self._mark = number
+                self._flush()
+                self._report()
             case Asked() | Stored():
+                self._taken += 1
                 self._try(lambda: self._recording.add(packet))
 
-    def _try(self, write: Callable[[], object]) -> None:
-        """A recording that can't be written is told of once, and tried again with the next line."""
+    def _flush(self) -> None:
+        if self._try(self._recording.flush) and self._problem:
+            log.info("recording again, after %d writes that failed", self._lost)
+            self._problem, self._lost = "", 0
+
+    def _try(self, write: Callable[[], bool]) -> bool:
+        """Whether it did something. A recording that can't be written is told of once, and tried again with the next
+        line."""
         try:
-            write()
+            return write()
         except OSError as error:
             self._lost += 1
             problem = f"{error.filename or 'the recording'}: {error.strerror}"
             if problem != self._problem:
                 log.error("what engines ask is not recorded: %s", problem)
             self._problem = problem
-        else:
-            if self._problem:
-                log.info("recording again, after %d writes that failed", self._lost)
-            self._problem, self._lost = "", 0
+            return False
+
+    def _report(self) -> None:
+        """What is new since the last one that the front could be told."""
+        recording, said = self._recording, self._said
+        report = Recorded(
+            pid=said.pid,
+            file_bytes=recording.file_bytes(),
+            taken=self._taken - said.taken,
+            written=recording.written - said.written,
+            missing=dict(recording.missing - Counter(said.missing)),
+            problem=self._problem,
+            mark=self._mark,
+        )
+        if self._say(report):
+            missing = dict(recording.missing)
+            self._said = msgspec.structs.replace(said, taken=self._taken, written=recording.written, missing=missing)
 
     def _forget(self, purge: Forget) -> None:
         try:
@@ -275,8 +404,15 @@ class Recorder:
         except OSError as error:
             answer = Forgotten(job=purge.job, lines=0, problem=f"{error.filename or 'recording'}: {error.strerror}")
             log.error("a purge could not remove its lines from the recording: %s", answer.problem)
-        with suppress(OSError):  # the front is gone or does not listen: it asks again
+        self._say(answer)  # else it is asked for again
+
+    def _say(self, answer: AnyAnswer) -> bool:
+        """Whether the front will read it, or the one after it: it may be gone, or not listen."""
+        try:
             self._sock.send(msgspec.msgpack.encode(answer), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
 
 
 def main(arguments: list[str]) -> int:
