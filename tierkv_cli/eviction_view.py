@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from tierkv.core.eviction_report import EvictionLine
 from tierkv.wire.messages import EvictionsReply, GroupLabel
@@ -47,24 +47,30 @@ class Sums:
 
     def add(self, line: EvictionLine) -> Sums:
         is_dropped = line.target == "dropped"
-        return Sums(
-            key=self.key,
-            names=self.names,
-            evictions=self.evictions + line.evictions,
-            num_bytes=self.num_bytes + line.num_bytes,
-            tokens=self.tokens + line.tokens,
-            dropped_bytes=self.dropped_bytes + line.num_bytes * is_dropped,
-            dropped_tokens=self.dropped_tokens + line.tokens * is_dropped,
-            hits=self.hits + line.hits,
-            never_hit=self.never_hit + line.never_hit,
-            idle_seconds=self.idle_seconds + line.idle_seconds,
-            age_seconds=self.age_seconds + line.age_seconds,
-            value=self.value + line.value,
-            last_at=max(self.last_at, line.last_at),
-            regrets=self.regrets + line.regrets,
-            regret_tokens=self.regret_tokens + line.regret_tokens,
-            regret_seconds=self.regret_seconds + line.regret_seconds,
+        return self.join(
+            Sums(
+                names={},
+                evictions=line.evictions,
+                num_bytes=line.num_bytes,
+                tokens=line.tokens,
+                dropped_bytes=line.num_bytes * is_dropped,
+                dropped_tokens=line.tokens * is_dropped,
+                hits=line.hits,
+                never_hit=line.never_hit,
+                idle_seconds=line.idle_seconds,
+                age_seconds=line.age_seconds,
+                value=line.value,
+                last_at=line.last_at,
+                regrets=line.regrets,
+                regret_tokens=line.regret_tokens,
+                regret_seconds=line.regret_seconds,
+            )
         )
+
+    def join(self, other: Sums) -> Sums:
+        """With what another one has summed, under this one's names."""
+        summed = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        return replace(self, last_at=max(self.last_at, other.last_at), **summed)
 
     @property
     def regret(self) -> float:
@@ -91,6 +97,9 @@ class Sums:
         }
 
 
+_SUMMED = tuple(one.name for one in fields(Sums) if one.name not in ("key", "names", "last_at"))
+
+
 def _mean(total: float, weight: int) -> float:
     return round(total / weight, 3) if weight else 0.0
 
@@ -103,6 +112,31 @@ def add_up(lines: Iterable[EvictionLine], groups: Iterable[GroupLabel], by: str)
         key, names = _names(line, labels, by)
         found[key] = found.get(key, Sums(key=key, names=names)).add(line)
     return sorted(found.values(), key=lambda one: (-one.regret_seconds, -one.dropped_bytes, -one.num_bytes, one.key))
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """The `first` lines, and what the others sum to: `more` lines, and those that the journal's report has lumped
+    together (`has_smaller`), which no line could name. `rest` is None where there are none."""
+
+    first: list[Sums]
+    more: int
+    has_smaller: bool
+    rest: Sums | None
+
+    @property
+    def label(self) -> str:
+        return " and ".join([f"{self.more:,} more"] * (self.more > 0) + ["smaller ones"] * self.has_smaller)
+
+
+def shorten(lines: list[Sums], limit: int) -> Shortened:
+    """`lines` as `add_up` has ordered them."""
+    named = [line for line in lines if line.names.get("key") != ""]
+    lumped = [line for line in lines if line.names.get("key") == ""]
+    rest: Sums | None = None
+    for line in [*named[limit:], *lumped]:
+        rest = (rest or Sums(names={})).join(line)
+    return Shortened(named[:limit], len(named[limit:]), bool(lumped), rest)
 
 
 def total(lines: Iterable[EvictionLine]) -> Sums:

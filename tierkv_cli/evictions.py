@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tierkv.wire.messages import EvictionsReply
-    from tierkv_cli.eviction_view import Sums
+    from tierkv_cli.eviction_view import Shortened, Sums
 
 BY = ("model", "tenant", "reason", "prefix")
 SHOWN = 40
-"""Lines of a table; --json has all."""
+"""Lines of a table, where nobody says how many; --json has all then."""
 
 INCOMPLETE = 4
 
@@ -30,16 +30,26 @@ GIB_DAYS = 2**30 * 86_400.0
 @click.command(short_help="Show what was evicted, and what of it was asked for again.")
 @click.option("--since", metavar="SPAN", type=SPAN, default="24h", show_default=True, help="How far to look back.")
 @click.option("--by", type=click.Choice(BY), default="model", show_default=True, help="What makes a line.")
+@click.option(
+    "--limit",
+    metavar="N",
+    type=click.IntRange(1),
+    help="How many lines: those that are regretted most, then those with most bytes. The others are added up. "
+    f"[default: {SHOWN}, with --json all]",
+)
 @plot_option
 @json_option
 @where_options
-def command(*, where: Where, since: float, by: str, plot: Path | None, as_json: bool) -> int:
+def command(*, where: Where, since: float, by: str, limit: int | None, plot: Path | None, as_json: bool) -> int:
     """Show what was evicted, how old it was and how often hit, and what that cost: the regret.
 
     Regret is what was evicted (or refused for want of room) and then asked for again: tokens that engines had to
     compute once more, and seconds of prefill at prefill_tokens_per_second. "dropped" left the last tier that had it
     (with so many "tokens"); the rest is still in another one, and is only slower to get. A block that is evicted and
     regretted again and again counts each time. The last line says what the figures mean for capacity.
+
+    With --by prefix "block" has the first digits of a block's key, as `tierkv pin --prefix` and `tierkv purge --prefix`
+    take them while it is cached; --json has all digits.
 
     "idle" and "age" are means over tokens: since the last use, and since it was stored. "value" is what the eviction
     order thought it was worth when it went: seconds of prefill saved a day by a GiB of it.
@@ -48,7 +58,7 @@ def command(*, where: Where, since: float, by: str, plot: Path | None, as_json: 
     node it is read from the data directory. A node without one tells of the last rows that it keeps in memory. What was
     purged has no name any more. Exit code 4 when the journal can't be read.
     """
-    from tierkv_cli.eviction_view import add_up, advice
+    from tierkv_cli.eviction_view import add_up, advice, shorten
     from tierkv_cli.output import console, print_json
 
     if plot is not None:
@@ -57,7 +67,8 @@ def command(*, where: Where, since: float, by: str, plot: Path | None, as_json: 
     if report.problem:
         click.echo(f"tierkv: there is no report: {report.problem}", err=True)
         return INCOMPLETE
-    lines = add_up(report.lines, report.groups, by)
+    all_lines = add_up(report.lines, report.groups, by)
+    lines = shorten(all_lines, limit or (len(all_lines) if as_json else SHOWN))
     if plot is not None:
         from tierkv_cli.eviction_plot import draw_evictions
         from tierkv_cli.plot import picture
@@ -95,7 +106,7 @@ def read(where: Where, seconds: float, by: str) -> EvictionsReply:
             return evictions_offline(where.settings().settings, seconds, by_prefix=by == "prefix")
 
 
-def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, object]:
+def as_object(report: EvictionsReply, lines: Shortened, by: str) -> dict[str, object]:
     from tierkv_cli.eviction_view import advice, total
     from tierkv_cli.output import plain
 
@@ -103,7 +114,10 @@ def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, o
         "by": by,
         "since": report.since,
         "until": report.until,
-        "lines": [line.as_object() for line in lines],
+        "lines": [line.as_object() for line in lines.first],
+        "more": {"lines": lines.more, "has_smaller": lines.has_smaller} | lines.rest.as_object()
+        if lines.rest
+        else None,
         "total": total(report.lines).as_object(),
         "buckets": plain(report.buckets),
         "in_memory": report.in_memory,
@@ -114,33 +128,41 @@ def as_object(report: EvictionsReply, lines: list[Sums], by: str) -> dict[str, o
     }
 
 
+def _more(lines: Shortened) -> dict[str, object] | None:
+    if lines.rest is None:
+        return None
+    return {"lines": lines.more, "has_smaller": lines.has_smaller} | lines.rest.as_object()
+
+
 # ---- for people
 
 
-def view(report: EvictionsReply, lines: list[Sums], by: str, width: int) -> Iterator[RenderableType]:
+def view(report: EvictionsReply, lines: Shortened, by: str, width: int) -> Iterator[RenderableType]:
     """`width`: of the screen. Where it is narrow, columns that say the least are left out."""
     from tierkv_cli.eviction_view import total
     from tierkv_cli.output import at, duration, table
 
     yield f"{at(report.since)} to {at(report.until)} ({duration(report.until - report.since)})"
     yield ""
-    if not lines:
+    if not lines.first and lines.rest is None:
         return
     heads = _HEADS[by]
-    rows = [(*_labels(line, by), *_numbers(line)) for line in lines[:SHOWN]]
-    if len(lines) > 1:
+    rows = [(*_labels(line, by), *_numbers(line)) for line in lines.first]
+    if lines.rest is not None:
+        rows.append((lines.label, *[""] * (len(heads) - 1), *_numbers(lines.rest)))
+    if len(rows) > 1:
         rows.append(("total", *[""] * (len(heads) - 1), *_numbers(total(report.lines))))
     columns = (*heads, *_NUMBERS)
     kept = _that_fit(columns, rows, width)
     shown = table(*(columns[index] for index in kept), numbers=_NUMBERS)
     for number, row in enumerate(rows):
-        if number == len(lines[:SHOWN]):
+        if number == len(lines.first):
             shown.add_section()
         shown.add_row(*(row[index] for index in kept))
     yield shown
     left_out = [name for index, name in enumerate(columns) if index not in kept]
-    if len(lines) > SHOWN:
-        yield f"and {len(lines) - SHOWN:,} more lines; --json has all"
+    if lines.more:
+        yield f"{lines.more:,} more lines are added up; --limit shows them"
     if left_out:
         yield f"left out for want of width: {', '.join(left_out)}"
     yield ""
@@ -174,8 +196,6 @@ def _labels(line: Sums, by: str) -> tuple[str, ...]:
     if by == "tenant":
         return (names["tenant"] or "(no salt)",)
     if by == "prefix":
-        if not names["key"]:
-            return names["model"], "(others)", ""
         return names["model"], names["key"][:16], f"{int(names['first_token'] or 0):,}"
     return (names["model"],)
 

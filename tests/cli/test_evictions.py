@@ -16,8 +16,9 @@ from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.journal import Journal
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
-from tierkv_cli.eviction_view import add_up
+from tierkv_cli.eviction_view import add_up, shorten
 from tierkv_cli.evictions import view
+from tierkv_cli.prompts import clean_key
 
 LLAMA, QWEN, NOBODY = b"l" * 32, b"q" * 32, bytes(32)
 LABELS = (
@@ -77,7 +78,7 @@ def test_lines_are_models_tenants_reasons_or_prefixes(tierkv, node, journal):
     assert node.asked[-1] == ("evictions", {"seconds": DAY, "by_prefix": True})
     shown = tierkv("evictions", "--by", "prefix")
     assert "6b6b6b6b6b6b6b6b" in shown.out
-    assert "(others)" in shown.out
+    assert "smaller ones" in shown.out, "what the journal's report has lumped together"
 
 
 def test_means_are_weighed_and_regret_is_a_share_of_what_was_dropped(tierkv, node, journal):
@@ -114,12 +115,41 @@ def test_a_table_fits_the_screen_and_says_what_it_leaves_out(width):
     found = report(*rows)
     for by in ("model", "tenant", "reason"):
         screen = Console(width=width, file=io.StringIO())
-        for part in view(found, add_up(found.lines, found.groups, by), by, width):
+        for part in view(found, shorten(add_up(found.lines, found.groups, by), 40), by, width):
             screen.print(part)
         shown = screen.file.getvalue()
         assert "3.0 TiB" in shown
         assert "\u2026" not in shown
         assert ("left out" in shown) == (width < 140)
+
+
+def test_the_most_regretted_prefixes_come_first_and_the_others_are_added_up(tierkv, node, journal):
+    def prefix(number: int, **changes) -> EvictionLine:
+        return line(LLAMA, key=bytes([number]) * 32, first_token=16 * number, num_bytes=2**20 * number, **changes)
+
+    lumped = line(QWEN, tokens=500, num_bytes=2**30, regret_tokens=9, regret_seconds=99.0)
+    regretted = prefix(1, regret_tokens=7, regret_seconds=5.0)
+    journal["evictions"] = report(lumped, regretted, *(prefix(number) for number in range(2, 60)))
+    shown = tierkv("evictions", "--by", "prefix", "--limit", "3").out
+    keys = [word for word in shown.split() if len(word) == 16 and word[:2] * 8 == word]
+    assert keys == ["01" * 8, f"{59:02x}" * 8, f"{58:02x}" * 8]
+    assert "56 more and smaller ones" in shown
+    found = tierkv("evictions", "--by", "prefix", "--limit", "3", "--json").json
+    assert len(found["lines"]) == 3
+    assert (found["more"]["lines"], found["more"]["has_smaller"]) == (56, True)
+    assert found["more"]["tokens"] == 56 * 1_000 + 500
+    assert found["more"]["bytes"] == 2**30 + 2**20 * sum(range(2, 58))
+    assert found["more"]["regret_seconds"] == 99.0
+    whole = tierkv("evictions", "--by", "prefix", "--json").json
+    assert (len(whole["lines"]), whole["more"]["lines"]) == (59, 0)
+    assert len([word for word in tierkv("evictions", "--by", "prefix").out.split() if len(word) == 16]) == 40
+    assert tierkv("evictions", "--by", "model", "--json").json["more"] is None
+
+
+def test_the_digits_of_a_prefix_are_what_pin_and_purge_take(tierkv, node, journal):
+    journal["evictions"] = report(line(LLAMA, key=bytes(range(32)), first_token=16))
+    digits = next(word for word in tierkv("evictions", "--by", "prefix").out.split() if word.startswith("00010203"))
+    assert bytes(range(32)).hex().startswith(clean_key(digits))
 
 
 def test_what_is_missing_from_a_report_is_said(tierkv, node, journal):
@@ -141,7 +171,12 @@ def test_what_is_missing_from_a_report_is_said(tierkv, node, journal):
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [(["--since", "24"], "24 what"), (["--since", "0s"], "no time at all"), (["--by", "colour"], "colour")],
+    [
+        (["--limit", "0"], "limit"),
+        (["--since", "24"], "24 what"),
+        (["--since", "0s"], "no time at all"),
+        (["--by", "colour"], "colour"),
+    ],
 )
 def test_what_can_not_be_meant_is_refused(tierkv, node, journal, arguments, problem):
     outcome = tierkv("evictions", *arguments)
