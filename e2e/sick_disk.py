@@ -48,6 +48,12 @@ OPERATIONS = (
     "scandir",
     "listdir",
     "stat",
+    "fstat",
+    "write",
+    "read",
+    "ftruncate",
+    "utime",
+    "rmdir",
 )
 
 

@@ -152,3 +152,25 @@ def test_a_disk_that_does_not_answer_a_read_costs_nobody_a_deadline(tmp_path: Pa
             disk.heal()
             node.wait_status(lambda status: status.state == "ready", "it is well again")
             assert engine.load(prompts[0], BLOCKS).right == BLOCKS
+
+
+@pytest.mark.parametrize("operation", ["write", "open", "stat", "listdir", "fstatvfs", "rename", "pwritev"])
+def test_whatever_call_hangs_it_is_said_and_over_when_it_comes_back(
+    tmp_path: Path, disk: SickDisk, operation: str
+) -> None:
+    with sick_node(tmp_path, stuck_seconds="1", hang_seconds="4") as node:
+        node.start()
+        with StampedEngine(node.endpoint) as engine:
+            engine.store_flushed(1, BLOCKS)
+            worker = node.pid("storage")
+            disk.hang(operation)
+            engine.store(2, BLOCKS)
+            engine.seal(2, BLOCKS, flushed=False)
+            status = node.wait_status(lambda status: status.tiers[1].reason == "io_stuck", f"{operation} shows")
+            assert any("has been running for" in problem for problem in status.problems)
+            assert status.workers[-1].state == "running"
+            assert engine.load(1, BLOCKS).right == BLOCKS
+            disk.heal()
+            node.wait_status(lambda status: status.state == "ready", "it is well again")
+            assert node.pid("storage") == worker
+            engine.store_flushed(3, BLOCKS)

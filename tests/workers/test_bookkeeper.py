@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from tests.storage.samples import Sample
 from tests.workers.desk import SECONDS, Desk, remove_order
@@ -220,7 +226,7 @@ def test_a_journal_that_is_removed_under_a_worker_is_noticed_told_and_begun_agai
         assert report is not None
         assert report.lacks == ()
         shutil.rmtree(folder)
-        health = desk.health(lambda health: bool(health.journal.lacks))
+        health = desk.health(lambda health: bool(health.journal.lacks and health.journal.dropped))
         assert "were removed or replaced while the node ran" in health.journal.lacks[0]
         assert health.journal.dropped["not_found"] >= 5
         assert health.journal.problem == ""
@@ -264,3 +270,40 @@ def test_what_a_start_finds_missing_from_the_journal_is_told(tmp_path: Path, cap
         health = desk.health(lambda health: bool(health.journal.lacks))
     assert health.journal.lacks == (f"segments are missing from the journal: 1, before {9:016d}.log",)
     assert "segments are missing" in caplog.text
+
+
+@contextmanager
+def hanging(monkeypatch: pytest.MonkeyPatch, function: str, thread: str) -> Iterator[None]:
+    """A function of `os` that does not come back in one thread of the worker."""
+    answered, real = threading.Event(), getattr(os, function)
+
+    def hang(*arguments: object, **named: object) -> object:
+        if threading.current_thread().name == thread:
+            assert answered.wait(SECONDS)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(os, function, hang)
+    try:
+        yield
+    finally:
+        answered.set()
+
+
+@pytest.mark.parametrize(
+    ("function", "thread", "doing"), [("write", "journal", "journal"), ("fstatvfs", "health", "look")]
+)
+def test_health_is_told_on_and_on_while_a_call_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, thread: str, doing: str
+) -> None:
+    monkeypatch.setattr(bookkeeper, "MAX_WAITING", 5)
+    with Desk(tmp_path / "data", stuck_seconds=0.05) as desk:
+        desk.health(lambda health: health.writable)
+        with hanging(monkeypatch, function, thread):
+            desk.send(JournalRows([evicted(time.time())]))
+            for _ in range(3):
+                stuck = desk.health(lambda health: health.reason == Reason.IO_STUCK)
+                assert f"{doing} of thread {thread}" in stuck.problem
+            desk.send(JournalRows([evicted(time.time())] * 6))
+            if thread != "health":  # which looks at the journal
+                desk.health(lambda health: bool(health.journal.dropped))
+        desk.health(lambda health: health.writable)

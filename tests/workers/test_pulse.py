@@ -74,11 +74,14 @@ def test_a_call_that_does_not_come_back_closes_the_gate_until_it_does(watched: W
         assert closed.reason == Reason.IO_STUCK
         assert "write of thread io-0" in closed.problem
         assert not watched.gate.is_read_stuck  # others may still be read
+        assert watched.told == 1
         watched.pulse.look()
-        assert watched.told == 1  # once when it changed
+        assert watched.told == 2, "as long as it lasts: whoever else tells of the tier may be stuck himself"
     watched.pulse.look()
     assert watched.gate.closed is None
-    assert watched.told == 2
+    assert watched.told == 3
+    watched.pulse.look()
+    assert watched.told == 3
     assert watched.dead == []  # to kill a process ends no call of a disk
 
 

@@ -30,7 +30,7 @@ _READS = "read"
 
 class Pulse:
     """One thread. `say` sends a report; `has_spoken` is whether anything was sent since it was asked last; `tell` is
-    called when the tier has got stuck, or has come back."""
+    called in each period in which something is stuck, and when that is over."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Pulse:
         """One look at all threads, and one sign of life."""
         stuck = [busy for busy in self._roll.busy_for(self._stuck_seconds) if busy.thread != RECEIVER]
         reading = any(busy.doing == _READS for busy in stuck)
-        if self._gate.note_stuck(str(stuck[0]) if stuck else "", reading=reading):
-            self._tell()
+        if self._gate.note_stuck(str(stuck[0]) if stuck else "", reading=reading) or stuck:
+            self._tell()  # each time: the thread that tells of the tier's health may be the one that is stuck
         if not stuck and (hung := self._hung_receiver()) is not None:
             log.critical("%s, and no disk keeps it", hung)
             self._on_death(RECEIVER)
