@@ -12,6 +12,7 @@ from e2e.harness import Node, StampedEngine, wait_until
 from tierkv.client import connect_operator
 from tierkv.config import KiB, MiB, Settings
 from tierkv.core.reasons import Reason
+from tierkv.errors import ConfigError
 from tierkv.torture.stamped import BLOCK_BYTES, tokens_of
 from tierkv.wire.messages import TierUsage
 
@@ -36,6 +37,62 @@ OTHER_SIZES = {"nvme_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_by
 @pytest.mark.scenario("B092", then="every size among the settings is tried, or no cap")
 def test_every_size_among_the_settings_is_a_cap_that_is_tried_here_or_none() -> None:
     assert {name for name in Settings.model_fields if name.endswith("_bytes")} == CAPS | OTHER_SIZES
+
+
+SENSELESS = {
+    "host_bytes": ("4KiB", "less than one slab"),
+    "nvme_bytes": ("4KiB", "less than one extent"),
+    "session_bytes": ("1", "less than a page"),
+    "quarantine_bytes": ("1", "holds no file"),
+    "inline_bytes": ("4095", "less than a page"),
+    "journal_bytes": ("1", "next to nothing"),
+    "record_bytes": ("1", "nearly nothing"),
+    "nvme_write_bytes_per_day": ("1MiB", "less than one extent"),
+    "nvme_reserve_bytes": ("1000000TiB", "all that the file system of data_dir has"),
+    "slab_bytes": ("1", "multiple of 4KiB"),
+    "extent_bytes": ("1", "less than a page"),
+    "index_map_bytes": ("1", "multiple of 4KiB"),
+}
+"""Of each size one that nothing would fit into, or that leaves nothing of what it is a part of; and what is said."""
+
+
+def test_each_size_is_tried_with_what_makes_no_sense() -> None:
+    fields = {name: field.json_schema_extra for name, field in Settings.model_fields.items()}
+    assert {name for name, extra in fields.items() if isinstance(extra, dict) and extra["unit"] == "size"} == set(
+        SENSELESS
+    )
+
+
+@pytest.mark.parametrize("name", SENSELESS)
+def test_a_size_that_makes_no_sense_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    value, words = SENSELESS[name]
+    with pytest.raises(ConfigError, match=words) as raised:
+        Settings(**{"data_dir": tmp_path, "host_bytes": "64MiB", "nvme_bytes": "64MiB"} | {name: value})
+    assert str(raised.value).startswith(name)
+
+
+def test_a_node_with_the_least_of_each_size_serves(tmp_path: Path) -> None:
+    least = {
+        "slab_bytes": "16KiB",  # one block
+        "host_bytes": "256KiB",
+        "extent_bytes": "16KiB",
+        "nvme_bytes": "1MiB",
+        "session_bytes": "16KiB",
+        "inline_bytes": "4KiB",
+        "quarantine_bytes": "4KiB",
+        "journal_bytes": "64KiB",
+        "record": str(tmp_path / "requests.jsonl"),
+        "record_bytes": "1MiB",
+        "nvme_write_bytes_per_day": "16KiB",
+        "index_map_bytes": "4KiB",
+    }
+    with Node(tmp_path, **least) as node:
+        node.start()
+        with StampedEngine(node.endpoint) as engine:
+            for prompt in range(PROMPTS):
+                assert engine.store(prompt, 1) == 1
+                assert engine.load(prompt, 1).right == 1
+        assert node.stop().exit_code in (0, 4)
 
 
 def usage(node: Node, tier: str) -> TierUsage:

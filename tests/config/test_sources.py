@@ -38,7 +38,7 @@ VALUES = {
     "nvme_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "nvme_reserve_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "session_bytes": ('"1GiB"', "2GiB", "3GiB"),
-    "quarantine_bytes": ("1", "2", 3),
+    "quarantine_bytes": ("4096", "8192", 12_288),
     "quarantine_days": ("1", "2", 3.5),
     "shares": ('"model:a=1%"', "tenant:b=2%", "tenant:c=3%"),
     "ttl": ('"a=1d"', "b=2d", "c=3d"),

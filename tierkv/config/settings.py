@@ -37,6 +37,7 @@ from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir,
 
 PAGE_BYTES = 4096
 MIN_JOURNAL_BYTES, MAX_JOURNAL_BYTES = 64 * 2**10, 64 * MiB
+MIN_RECORD_BYTES = MiB
 
 Size = Annotated[int, named(parse_size)]
 Seconds = Annotated[float, named(parse_number)]
@@ -114,7 +115,9 @@ class Settings(BaseModel):
         example='"32GiB"',
     )
     quarantine_bytes: Size = _setting(
-        GiB, "Damaged files that are kept for a look, oldest removed first. Part of nvme_bytes.", unit="size"
+        GiB,
+        "Damaged files that are kept for a look, oldest removed first. Part of nvme_bytes. 0: none is kept.",
+        unit="size",
     )
     quarantine_days: Seconds = _setting(7.0, "Days after which a damaged file is removed.", unit="days")
     shares: Annotated[str, named(parse_shares)] = _setting(
@@ -266,7 +269,7 @@ class Settings(BaseModel):
     record_bytes: Size = _setting(
         GiB,
         "What the recording may take in all. When half of it is full the file becomes FILE.1, and the one that was "
-        "called so goes.",
+        "called so goes. At least 1MiB.",
         unit="size",
     )
     log_level: Annotated[LogLevel, named(one_of(*get_args(LogLevel)))] = _setting(
@@ -304,6 +307,7 @@ class Settings(BaseModel):
                 f"{_words(self.host_bytes)} is less than one slab (slab_bytes, {_words(self.slab_bytes)}); "
                 f"write more, or a smaller slab_bytes",
             )
+        self._check_parts(machine)
         if self.auto_pin_share > self.pinned_share:
             raise ConfigError(
                 "auto_pin_share", "is a part of pinned_share, and can't be more than that; write less, or more there"
@@ -339,6 +343,36 @@ class Settings(BaseModel):
         """Names of tenants, and the seconds for which what they don't use is kept."""
         return ttl_rules(self.ttl)
 
+    def _check_parts(self, machine: Machine) -> None:
+        """Sizes within others: one that nothing fits into is a mistake, most likely in the unit."""
+        for name in ("session_bytes", "inline_bytes"):
+            num_bytes = getattr(self, name)
+            if num_bytes < PAGE_BYTES:
+                raise ConfigError(
+                    name, f"{format_size(num_bytes)} is less than a page, and no block fits; write 4KiB or more"
+                )
+        if 0 < self.quarantine_bytes < PAGE_BYTES:
+            raise ConfigError(
+                "quarantine_bytes",
+                f"{format_size(self.quarantine_bytes)} holds no file; write 4KiB or more, or 0 for none",
+            )
+        if self.record_bytes < MIN_RECORD_BYTES:
+            raise ConfigError(
+                "record_bytes", f"{format_size(self.record_bytes)} holds nearly nothing; write 1MiB or more"
+            )
+        if 0 < self.nvme_write_bytes_per_day < self.extent_bytes:
+            raise ConfigError(
+                "nvme_write_bytes_per_day",
+                f"{_words(self.nvme_write_bytes_per_day)} is less than one extent (extent_bytes, "
+                f"{_words(self.extent_bytes)}), which could never be written; write more, or 0 for no limit",
+            )
+        if self.data_dir is not None and self.nvme_reserve_bytes >= (there := machine.file_system_bytes(self.data_dir)):
+            raise ConfigError(
+                "nvme_reserve_bytes",
+                f"{_words(self.nvme_reserve_bytes)} is all that the file system of data_dir has ({_words(there)}); "
+                f"write less",
+            )
+
     def _check_inline(self) -> None:
         if excess := excess_bytes(self.inline_dir, user_socket_name(2**32 - 1)):
             raise ConfigError(
@@ -348,20 +382,20 @@ class Settings(BaseModel):
             )
         if self.inline_dir == self.socket_dir or self.inline_dir.is_relative_to(self.socket_dir):
             raise ConfigError("inline_dir", f"{self.inline_dir} lies in socket_dir, which is closed to others")
-        if self.inline_bytes < PAGE_BYTES:
-            raise ConfigError("inline_bytes", f"{format_size(self.inline_bytes)} is less than a page; write more")
 
     def _check_record(self, record: Path) -> None:
         if self.data_dir is not None and record.is_relative_to(self.data_dir):
             raise ConfigError("record", f"{record} lies in data_dir, which holds nothing but the cache; name another")
-        if self.record_bytes < MiB:
-            raise ConfigError(
-                "record_bytes", f"{format_size(self.record_bytes)} holds nearly nothing; write 1MiB or more"
-            )
 
     def _check_nvme(self, nvme_bytes: int) -> None:
         if self.data_dir is None:
             raise ConfigError("nvme_bytes", "has no effect without data_dir; write data_dir too, or leave it out")
+        if self.journal_bytes > max(MIN_JOURNAL_BYTES, nvme_bytes // 2):
+            raise ConfigError(
+                "journal_bytes",
+                f"{_words(self.journal_bytes)} is more than half of nvme_bytes, {_words(nvme_bytes)}, of which it is a "
+                f"part; write less",
+            )
         if nvme_bytes == 0:
             raise ConfigError(
                 "nvme_bytes",
