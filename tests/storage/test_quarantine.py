@@ -133,6 +133,22 @@ def test_foreign_entries_are_neither_counted_nor_removed(directory: DataDirector
 
 
 @pytest.mark.scenario("B089", then="what is removed from quarantine counts no more")
+def test_whose_files_leave_and_why_is_told(directory: DataDirectory) -> None:
+    told: list[tuple[bytes, int, str, str]] = []
+    aside = Quarantine(directory, max_bytes=2**30, max_age_seconds=DAY, left=lambda *what: told.append(what))
+    samples = [stored(directory, seed) for seed in range(4)]
+    for days, sample in enumerate(samples):
+        aside.set_aside(sample.name, Reason.CHECKSUM, NOW + days * DAY / 2)
+    assert [reason for *_, reason in told] == [Reason.EXPIRED]
+    (directory.path / "quarantine" / aside.files()[0]).unlink()
+    aside.prune(NOW + 1.5 * DAY)
+    assert [reason for *_, reason in told] == [Reason.EXPIRED, Reason.NOT_FOUND]
+    assert aside.lengths() == {samples[0].group: 2 * FILE_BYTES}
+    aside.remove(lambda file, group: True)
+    assert [what[2:] for what in told[2:]] == 2 * [("purged", Reason.PURGED)]
+    assert {what[:2] for what in told} == {(samples[0].group, FILE_BYTES)}
+
+
 def test_what_an_operator_removed_is_noticed(directory: DataDirectory) -> None:
     aside = quarantine(directory, max_bytes=FILE_BYTES)
     aside.set_aside(stored(directory).name, Reason.CHECKSUM, NOW)

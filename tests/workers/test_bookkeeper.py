@@ -31,6 +31,7 @@ from tierkv.core.instructions import (
 )
 from tierkv.core.journal import NOBODY, Account, EvictionRow, Posting, RegretRow
 from tierkv.core.reasons import Reason
+from tierkv.storage.journal_segment import Scan
 from tierkv.workers import bookkeeper
 
 GROUP = b"g" * 32
@@ -81,6 +82,39 @@ def test_files_are_booked_as_they_come_and_go_and_a_count_agrees(tmp_path: Path)
         desk.stop()
     with Desk(tmp_path / "data") as desk:
         assert count(desk, 1).table == []
+
+
+def set_aside(desk: Desk, sample: Sample, op: int) -> None:
+    desk.store(sample, op)
+    name = sample.name
+    desk.send(SetAside(op + 1, name.fingerprint, name.group, name.rank, name.key, Reason.REPORTED_BAD))
+    assert isinstance(desk.answer(op + 1), RemoveDone)
+
+
+def postings(desk: Desk, source: Account) -> list[tuple[str, str, int]]:
+    journal = desk.worker._books.journal
+    assert journal is not None
+    rows = [row for row in journal.rows(0.0, Scan()) if isinstance(row, Posting) and row.source == source]
+    return [(row.target, row.reason, row.num_bytes) for row in rows]
+
+
+def test_what_leaves_quarantine_is_booked_with_the_reason(tmp_path: Path) -> None:
+    with Desk(tmp_path / "one") as desk:
+        size = desk.store(Sample(seed=1), 1).file_bytes
+    with Desk(tmp_path / "data", quarantine_bytes=2 * size + 100) as desk:
+        for number in range(3):
+            set_aside(desk, Sample(seed=number), 10 * number + 1)
+        assert postings(desk, Account.QUARANTINE) == [("dropped", "no_room", size)]
+        group = Sample(seed=1).group
+        assert balance(desk, Account.QUARANTINE, group) == 2 * size
+        next((tmp_path / "data" / "quarantine").iterdir()).unlink()
+        desk.stop()
+    with Desk(tmp_path / "data", quarantine_bytes=2 * size + 100) as desk:  # somebody has removed one meanwhile
+        assert postings(desk, Account.QUARANTINE)[1:] == [("dropped", "not_found", size)]
+        assert balance(desk, Account.QUARANTINE, group) == size
+        desk.worker._quarantine.prune(time.time() + 8 * 86_400)
+        assert postings(desk, Account.QUARANTINE)[2:] == [("dropped", "expired", size)]
+        assert balance(desk, Account.QUARANTINE, group) == 0
 
 
 def test_what_others_did_while_no_node_ran_is_an_open_difference(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ after each row. Accounts are of a group; a tier's is what the tier holds of it.
     copied   --> nvme        written through                             host --> copied      evicted, still on NVMe
     copied   --> host        promoted                                    nvme --> dropped     evicted, nowhere else
     nvme     --> quarantine  a damaged file, set aside                   nvme --> copied      evicted, still in memory
+    quarantine --> dropped   too old, too much, or removed by others     quarantine --> purged
     host, nvme --> purged    an operator had it removed                  found <-> a tier     corrected by a recount
 
 `copied` is the other side of copies, which take nothing away where they come from. Evictions and regrets are rows of

@@ -244,8 +244,8 @@ class Books:
         self.append([Posting(self._now(), group, source, target, abs(num_bytes), reason)])
 
     def balance(self, groups: Sequence[tuple[bytes, int]], reason: str, account: str = Account.HOST) -> None:
-        """This tier, host memory or disk, holds this and nothing else. What is gone with an earlier front was dropped;
-        on disk another node may have done that."""
+        """This account, a tier or quarantine, holds this and nothing else. What is gone with an earlier front was
+        dropped; on disk another node may have done that, in quarantine whoever has looked at a file."""
         if self._journal is None:
             return
         now, there = self._now(), dict(groups)
@@ -258,6 +258,9 @@ class Books:
             elif change < 0:
                 rows.append(Posting(now, group, account, Account.DROPPED, -change, reason))
         self.append(rows)
+
+    def left_quarantine(self, group: bytes, num_bytes: int, target: str, reason: str) -> None:
+        self.append([Posting(self._now(), group, Account.QUARANTINE, target, num_bytes, reason)])
 
     # ---------------------------------------------------------------- counting
 

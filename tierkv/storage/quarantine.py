@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,10 +42,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    """`num_bytes` on disk, which the bounds are about; `length` as the journal books it."""
+
     file: str
     time: float
     number: int
     num_bytes: int
+    length: int
 
 
 class Quarantine:
@@ -62,10 +65,13 @@ class Quarantine:
         max_bytes: int,
         max_age_seconds: float,
         moving: Callable[[ExtentName, str, str], AbstractContextManager[None]] = lambda *_: nullcontext(),
+        left: Callable[[bytes, int, str, str], None] = lambda *_: None,
     ) -> None:
         """Of a directory that is read only, it is looked at, and nothing is moved to it or removed. A file is moved
-        inside of `moving(name, account, reason)`. Raises StorageError when it can't be listed."""
+        inside of `moving(name, account, reason)`; of one that is gone `left(group, length, account, reason)` is told.
+        Raises StorageError when it can't be listed."""
         self._moving = moving
+        self._left = left
         self._read_only = directory.read_only
         self._directory = directory
         self._max_bytes = max_bytes
@@ -95,7 +101,7 @@ class Quarantine:
     def prune(self, now: float) -> Usage:
         """Look what is there, remove what is too old or too much; what is left. Raises StorageError."""
         with self._lock:
-            self._kept = self._listed()
+            self._list_again()
             self._num_bytes = sum(one.num_bytes for one in self._kept)
             if not self._read_only:
                 self._keep_bounds(now)
@@ -105,11 +111,12 @@ class Quarantine:
         """Remove the files of which `is_meant(file, group)` says so; what they took. Not flushed. Raises
         StorageError."""
         with self._lock, self._directory.folder((QUARANTINE,), create=True) as fd:
-            self._kept = self._listed()
+            self._list_again()
             meant = [one for one in self._kept if is_meant(one.file, group_of(one.file))]
             for one in meant:
                 _unlink(fd, one.file)
                 self._kept.remove(one)
+                self._left(group_of(one.file), one.length, Account.PURGED, Reason.PURGED)
             self._num_bytes = sum(one.num_bytes for one in self._kept)
         return Usage(len(meant), sum(one.num_bytes for one in meant))
 
@@ -119,6 +126,21 @@ class Quarantine:
     def files(self) -> list[str]:
         """Names in quarantine/, oldest first."""
         return [one.file for one in self._kept]
+
+    def lengths(self) -> dict[bytes, int]:
+        """Of the files in quarantine/, summed by group."""
+        sums: Counter[bytes] = Counter()
+        for one in self._kept:
+            sums[group_of(one.file)] += one.length
+        return dict(sums)
+
+    def _list_again(self) -> None:
+        """Somebody who has looked at a file may have removed it."""
+        before, self._kept = self._kept, self._listed()
+        there = {one.file for one in self._kept}
+        for one in before:
+            if one.file not in there:
+                self._left(group_of(one.file), one.length, Account.DROPPED, Reason.NOT_FOUND)
 
     def _listed(self) -> deque[_Kept]:
         try:
@@ -147,17 +169,20 @@ class Quarantine:
             if error.errno_name != "ENOENT":
                 raise
             return None
-        return _Kept(file, now, self._number, found.st_blocks * 512)
+        return _Kept(file, now, self._number, found.st_blocks * 512, found.st_size)
 
     def _keep_bounds(self, now: float) -> None:
         with self._directory.folder((QUARANTINE,), create=True) as fd:
             while self._kept:
                 oldest = self._kept[0]
-                if self._num_bytes <= self._max_bytes and now - oldest.time <= self._max_age_seconds:
+                is_too_old = now - oldest.time > self._max_age_seconds
+                if self._num_bytes <= self._max_bytes and not is_too_old:
                     return
                 _unlink(fd, oldest.file)
                 self._kept.popleft()
                 self._num_bytes -= oldest.num_bytes
+                reason = Reason.EXPIRED if is_too_old else Reason.NO_ROOM
+                self._left(group_of(oldest.file), oldest.length, Account.DROPPED, reason)
 
 
 def group_of(file: str) -> bytes:
@@ -180,7 +205,9 @@ def _look(fd: int, file: str) -> _Kept | None:
         if error.errno_name != "ENOENT":  # an operator removed it meanwhile
             raise
         return None
-    return _Kept(file, time, int(named[3]), found.st_blocks * 512) if stat.S_ISREG(found.st_mode) else None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return _Kept(file, time, int(named[3]), found.st_blocks * 512, found.st_size)
 
 
 def _unlink(fd: int, file: str) -> None:

@@ -54,6 +54,7 @@ from tierkv.core.instructions import (
     Write,
     Zero,
 )
+from tierkv.core.journal import Account
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError, TierkvError
 from tierkv.storage.books import Books
@@ -155,7 +156,9 @@ class StorageWorker:
             max_bytes=config.quarantine_bytes,
             max_age_seconds=config.quarantine_seconds,
             moving=self._books.removing,
+            left=self._books.left_quarantine,
         )
+        self._books.balance(list(self._quarantine.lengths().items()), Reason.NOT_FOUND, Account.QUARANTINE)
         discard = "the process that opened it last died of it" if config.discard_index else ""
         self._catalog = self._stack.enter_context(
             Catalog(
