@@ -81,7 +81,7 @@ def test_an_audit_counts_memory_then_files_then_tells_the_table(durable: Kit) ->
     durable.report(FilesCounted(order.op, 1, 3, finished=False))
     reply = durable.ask(Audit, job=JOB)
     assert (reply.stage, reply.done, reply.total) == ("files", 1, 3)
-    durable.report(FilesCounted(order.op, 3, 3, finished=True, groups=[GroupCount(GROUP, 1, 2, 1)], problem="one"))
+    durable.report(FilesCounted(order.op, 3, 3, finished=True, groups=[GroupCount(GROUP, 1, 2, 0)], problem="one"))
     reckon = told(durable, Reckon)
     assert isinstance(reckon, Reckon)
     assert reckon.found == []
@@ -89,6 +89,45 @@ def test_an_audit_counts_memory_then_files_then_tells_the_table(durable: Kit) ->
     reply = durable.ask(Audit, job=JOB)
     assert (reply.finished, reply.table, reply.problem) == (True, (FOUND,), "one")
     assert reply.host_bytes == 8192
+
+
+def test_the_front_s_own_sums_are_the_third_side_of_an_audit(durable: Kit) -> None:
+    store(durable, 2)
+    (group,) = durable.state._ledger.groups.values()
+    group.nvme_bytes = 500
+    durable.ask(Audit, job=JOB)
+    order = told(durable, CountFiles)
+    assert isinstance(order, CountFiles)
+    wrong = GroupCount(GROUP, 1, 700, 700)
+    durable.report(FilesCounted(order.op, 1, 1, finished=True, groups=[wrong]))
+    again = told(durable, CountFiles)
+    assert isinstance(again, CountFiles), "what moves is counted half at times: once more"
+    durable.report(FilesCounted(again.op, 1, 1, finished=True, groups=[wrong]))
+    reckon = told(durable, Reckon)
+    assert isinstance(reckon, Reckon)
+    (found,) = reckon.found
+    assert (found.tier, found.what, found.group) == ("nvme", "core", GROUP.hex())
+    assert (found.booked_bytes, found.counted_bytes) == (500, 700)
+    durable.report(Reckoned(reckon.op, [found]))
+    assert durable.ask(Audit, job=JOB).table == (found,)
+    group.nvme_bytes = 0
+
+
+def test_what_moved_between_two_counts_is_no_difference(durable: Kit) -> None:
+    store(durable, 2)
+    (group,) = durable.state._ledger.groups.values()
+    group.nvme_bytes = 500
+    durable.ask(Audit, job=JOB)
+    order = told(durable, CountFiles)
+    assert isinstance(order, CountFiles)
+    durable.report(FilesCounted(order.op, 1, 1, finished=True, groups=[GroupCount(GROUP, 1, 700, 700)]))
+    again = told(durable, CountFiles)
+    assert isinstance(again, CountFiles)
+    durable.report(FilesCounted(again.op, 1, 1, finished=True, groups=[GroupCount(GROUP, 1, 500, 500)]))
+    reckon = told(durable, Reckon)
+    assert isinstance(reckon, Reckon)
+    assert reckon.found == []
+    group.nvme_bytes = 0
 
 
 def test_a_difference_is_resolved_with_words_and_a_number(durable: Kit) -> None:

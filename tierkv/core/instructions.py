@@ -252,8 +252,9 @@ class ForgetPin(Instruction, frozen=True, tag=True):
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Between what was booked and what a recount found, in bytes. `number` 0: not in the table yet. `found_by`: start
-    or audit. `what`: "files" of a group, a "foreign" file among them, "slots" of host memory, or the "journal" against
-    the core's books. `group` in hexadecimal, empty where it is of none. Open until there is a `resolution`."""
+    or audit. `what`: "files" of a group, a "foreign" file among them, "slots" of host memory, or "core": what the front
+    has of a group on a tier, where journal and files agree on something else. `group` in hexadecimal, empty where it is
+    of none. Open until there is a `resolution`."""
 
     tier: str
     what: str

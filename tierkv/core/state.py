@@ -71,7 +71,17 @@ from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import FileState
 from tierkv.core.seals import Seals
 from tierkv.core.tickets import Tickets
-from tierkv.core.usage import GroupUsage, ShareUse, TierBytes, Wear, group_usage, share_use, tier_bytes, wear
+from tierkv.core.usage import (
+    GroupUsage,
+    ShareUse,
+    TierBytes,
+    Wear,
+    group_usage,
+    settled_bytes,
+    share_use,
+    tier_bytes,
+    wear,
+)
 from tierkv.core.warmup import WarmupScope, WarmupState
 from tierkv.core.wiping import Wiping
 
@@ -560,6 +570,10 @@ class CacheState:
     @property
     def num_writes_waiting(self) -> int:
         return len(self._cascade.writes)
+
+    def settled_bytes(self) -> dict[bytes, int]:
+        """What is on NVMe by group, of those of which nothing moves now."""
+        return settled_bytes(self._ledger, self._cascade)
 
     def recount_host(self) -> HostRecount:
         """Begin to count what is in host memory. It is told of all changes until it has ended; one at a time."""

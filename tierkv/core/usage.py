@@ -102,6 +102,12 @@ def group_usage(ledger: Ledger) -> list[GroupUsage]:
     ]
 
 
+def settled_bytes(ledger: Ledger, cascade: Cascade) -> dict[bytes, int]:
+    """What is on NVMe of each group of which nothing is being written, read or removed now."""
+    moving = {extent.group for extent in cascade.extents_in_operations()}
+    return {key: group.nvme_bytes for key, group in ledger.groups.items() if key not in moving}
+
+
 def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
     resident = sum(group.host_slots * group.slot_bytes for group in ledger.groups.values())
     tiers = [

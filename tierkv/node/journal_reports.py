@@ -29,6 +29,7 @@ from tierkv.core.instructions import (
 from tierkv.core.recount import HostRecount
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.jobs import ABANDONED_SECONDS
+from tierkv.node.tier_audit import core_differences, seen_twice
 from tierkv.node.waiting import Asker
 from tierkv.storage.differences import Differences
 from tierkv.wire.messages import (
@@ -57,6 +58,8 @@ class _Job:
     found: list[Difference] = field(default_factory=list)  # in host memory
     host_bytes: int = 0
     counted: FilesCounted | None = None
+    suspected: list[Difference] | None = None  # of the front's own sums, at the first count of the files
+    first: FilesCounted | None = None
     reckoned: Reckoned | None = None
     problem: str = ""
 
@@ -196,12 +199,25 @@ class JournalReports:
         match report:
             case JournalRead():
                 job.order, job.report, job.problem = None, report.report, report.problem
-            case FilesCounted():
+            case FilesCounted(finished=False):
                 job.counted = report
-                if report.finished:
-                    self._order(job, Reckon(next(self._ops), job.found, now), now)
+            case FilesCounted():
+                self._on_counted(job, report, now)
             case Reckoned():
                 job.order, job.reckoned = None, report
+
+    def _on_counted(self, job: _Job, report: FilesCounted, now: float) -> None:
+        """A difference to the front's own sums counts when a second count has it as well."""
+        settled = self._core.look(self._state.settled_bytes)
+        found = core_differences("nvme", settled, report.groups, report.table, now)
+        if job.suspected is None:
+            job.suspected, job.first = found, report
+            if found:
+                self._order(job, CountFiles(next(self._ops)), now)
+                return
+        job.counted = job.first
+        job.found += seen_twice(job.suspected, found)
+        self._order(job, Reckon(next(self._ops), job.found, now), now)
 
     def worker_started(self, now: float) -> None:
         for job in self._jobs.values():
