@@ -69,6 +69,7 @@ class Leases:
         path = ledger.tree.walk(group, keys)
         cached = path[-1].start + path[-1].blocks if path else 0
         ledger.reuse.hazards.request(now)
+        ledger.sizing.asked(shape, keys, now)
         self._regret(group, keys, cached, now)
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
         resident = self._resident_blocks(path, tuple(by_rank))
@@ -180,6 +181,7 @@ class Leases:
             seconds = prefill_seconds(ghost.tokens, ghost.first_token, ledger.limits.prefill_tokens_per_second)
             ledger.counts.regretted_tokens[ghost.reason] += ghost.tokens
             ledger.counts.regretted_seconds += seconds
+            ledger.sizing.regretted(ghost, seconds, now)
             ledger.effects.append(
                 Regretted(
                     group=group,

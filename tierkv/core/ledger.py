@@ -18,6 +18,7 @@ from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OpenNamespace
 from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, split_keys
+from tierkv.core.live_sizing import LiveSizing
 from tierkv.core.pinned import Pinned
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
@@ -188,6 +189,7 @@ class Ledger:
         self.has_let_go = False  # something purged was, since somebody looked
         self.earlier_bytes = 0  # of earlier fronts' arenas that engines still have mapped
         self.counts = Counters()
+        self.sizing = LiveSizing(self.counts, self.prefill_rate, limits.extent_bytes)
         self.effects: deque[Effect] = deque()
         self.is_closing = False
 
@@ -390,7 +392,9 @@ class Ledger:
         extent.last_append = now
         extent.cut_at = b""
         group.last_used = now
-        self.grow_extent(extent, b"".join(block_keys), slots)
+        keys = b"".join(block_keys)
+        self.grow_extent(extent, keys, slots)
+        self.sizing.stored(group, keys, now)
 
     # ---- host slots of an extent
 

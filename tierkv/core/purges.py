@@ -192,7 +192,9 @@ class Purges:
         for extent in members.extents:
             cascade.purge(extent)
         # A prefix that nobody knows may be one that was evicted, of any group.
-        ledger.reuse.purge(ledger.ghosts.forget(frozenset(group.spec.group for group in members.groups) or None))
+        purged = frozenset(group.spec.group for group in members.groups) or None
+        ledger.reuse.purge(ledger.ghosts.forget(purged))
+        ledger.sizing.forget(purged)
         self._leases.purge_waiting()
         ledger.wipe_free()
         # Others' tickets and reads were given memory that may hold some of it, and may not have written to it yet.

@@ -70,6 +70,7 @@ from tierkv.core.recount import HostRecount
 from tierkv.core.recovered import RecoveredRows
 from tierkv.core.residency import FileState
 from tierkv.core.seals import Seals
+from tierkv.core.size_report import SizeReport
 from tierkv.core.tickets import Tickets
 from tierkv.core.usage import (
     GroupUsage,
@@ -271,11 +272,17 @@ class CacheState:
     @property
     def has_idle_work(self) -> bool:
         """`make_ready` has something to do."""
-        return self._tickets.expects_more or any(job.is_busy for job in self._warmups.values())
+        return (
+            self._tickets.expects_more
+            or self._ledger.sizing.has_work
+            or any(job.is_busy for job in self._warmups.values())
+        )
 
     def make_ready(self, now: float) -> list[Effect]:
-        """To be called when nobody waits: have the room that the next reservation will ask for, and plan warm-ups."""
+        """To be called when nobody waits: have the room that the next reservation will ask for, plan warm-ups, and look
+        at what was asked for."""
         self._tickets.make_ready(now)
+        self._ledger.sizing.step()
         self._plan_warmups(now)
         return self._effects_after(now)
 
@@ -513,6 +520,10 @@ class CacheState:
     def wear(self, now: float) -> Wear | None:
         """None on a node without an NVMe tier."""
         return wear(self._ledger, self._cascade, now) if self._ledger.has_nvme else None
+
+    def size_report(self, seconds: float, now: float) -> SizeReport:
+        """What room would have been worth in the last `seconds`, as far back as that is known."""
+        return self._ledger.sizing.report(seconds, now)
 
     @property
     def has_postings(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from tierkv.core.prefix_sums import PrefixSums
 from tierkv.core.value.cost import prefill_seconds
 from tierkv.replay.trace import Step, Trace
 
@@ -68,7 +69,7 @@ class ReuseCurve:
 def reuse_curve(trace: Trace, rate: float) -> ReuseCurve:
     """`rate`: tokens of prefill a second."""
     last = array("l", [-1]) * trace.num_blocks  # the step that used a block last
-    used = _Sums(len(trace.steps))  # bytes of blocks by the step that used them last
+    used = PrefixSums(len(trace.steps))  # bytes of blocks by the step that used them last
     gains: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0.0, 0])
     for number, step in enumerate(trace.steps):
         group = trace.groups[step.group]
@@ -105,26 +106,3 @@ def _runs(step: Step, last: array[int]) -> Iterator[tuple[int, int, int]]:
             stop += 1
         yield first, stop - first, before
         first = stop
-
-
-class _Sums:
-    """Numbers by place, and the sum behind a place (a Fenwick tree): both take log n."""
-
-    def __init__(self, size: int) -> None:
-        self._tree = [0] * (size + 1)
-        self._total = 0
-
-    def add(self, place: int, change: int) -> None:
-        self._total += change
-        place += 1
-        while place < len(self._tree):
-            self._tree[place] += change
-            place += place & -place
-
-    def after(self, place: int) -> int:
-        up_to = 0
-        place += 1
-        while place:
-            up_to += self._tree[place]
-            place -= place & -place
-        return self._total - up_to
