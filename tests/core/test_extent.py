@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tierkv.core.extent import Branch, Extent
+from tierkv.core.extent import Branch, Extent, Growth
 from tierkv.core.keys import chain_keys, key_at, pack_tokens
 from tierkv.core.residency import FileEvent, FileState
 from tierkv.errors import BrokenInvariant
@@ -62,3 +64,16 @@ def test_a_move_that_is_not_in_the_table_names_the_extent() -> None:
     assert extent.nvme is FileState.QUEUED
     with pytest.raises(BrokenInvariant, match=f"{extent.key[:4].hex()}.*2 blocks, growing"):
         extent.move(FileEvent.FLUSHED)
+
+
+def test_a_growing_extent_remembers_its_longest_pause() -> None:
+    growth = Growth(10.0)
+    for now in (12.0, 19.0, 18.0, 21.0):
+        growth.appended(now)
+    assert (growth.last_append, growth.longest_gap) == (21.0, 7.0)
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="sizes are CPython's")
+def test_an_extent_is_small_enough_for_a_million_of_them_in_one_gibibyte() -> None:
+    """Itself; its keys and its place in the tree take 760 bytes more, which the benchmark measures."""
+    assert sys.getsizeof(extent_of(8)) <= 304

@@ -58,6 +58,20 @@ class Branch:
             self._kids = None
 
 
+class Growth:
+    """What matters of an extent only as long as it grows: when it last did, and the longest it ever paused."""
+
+    __slots__ = ("last_append", "longest_gap")
+
+    def __init__(self, began: float) -> None:
+        self.last_append = began
+        self.longest_gap = 0.0
+
+    def appended(self, now: float) -> None:
+        self.longest_gap = max(self.longest_gap, now - self.last_append)
+        self.last_append = now
+
+
 class Doomed:
     """Slots of blocks that are gone from the tree while somebody may still touch them."""
 
@@ -92,9 +106,7 @@ class Extent:
         "key",
         "keys",
         "kind",
-        "last_append",
         "last_used",
-        "longest_gap",
         "misses",
         "num_blocks",
         "nvme",
@@ -146,8 +158,6 @@ class Extent:
         self.tail_hits = 0
         self.tail_misses = 0
         self.tail_kind = 0
-        self.last_append = created
-        self.longest_gap = 0.0
 
     def __repr__(self) -> str:
         host = "/".join(str(len(slots)) for slots in self.slots)

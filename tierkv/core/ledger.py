@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, MutableSequence
 from dataclasses import dataclass, field
 
 from tierkv.core.counters import Counters
-from tierkv.core.extent import Doomed, Extent
+from tierkv.core.extent import Doomed, Extent, Growth
 from tierkv.core.ghosts import Ghost, Ghosts
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Segment, TicketState
 from tierkv.core.hottest import Hottest
@@ -170,7 +170,7 @@ class Ledger:
         self.writing: dict[int, dict[bytes, bytes]] = {}  # rank -> block key -> grant of the ticket
         self.staged: dict[bytes, StagedBlock] = {}
         self.staged_children: dict[bytes, list[bytes]] = {}
-        self.unsealed: dict[Extent, None] = {}
+        self.unsealed: dict[Extent, Growth] = {}
         self._new_unsealed: list[Extent] = []
         self.host_limit_since = 0.0
         self.touched: dict[Extent, None] = {}
@@ -281,7 +281,7 @@ class Ledger:
         group.blocks += extent.num_blocks
         group.last_used = max(group.last_used, extent.last_used)
         if not extent.sealed:
-            self.unsealed[extent] = None
+            self.unsealed[extent] = Growth(extent.created)
             self._new_unsealed.append(extent)
 
     def grow_extent(self, extent: Extent, keys: bytes, slots: list[list[int]]) -> None:
@@ -389,7 +389,7 @@ class Ledger:
         claimed = self.ghosts.claim(extent.group, block_keys) if self.ghosts else []
         pieces = self.reuse.pieces(len(block_keys), suffix_tokens, claimed, now)
         self.reuse.grow(extent, pieces, group.block_tokens, now)
-        extent.last_append = now
+        self.unsealed[extent].appended(now)
         extent.cut_at = b""
         group.last_used = now
         keys = b"".join(block_keys)

@@ -214,7 +214,6 @@ class Publisher:
                 continue
             if place is not None and self._may_grow(place, group):
                 extent = place[0]
-                extent.longest_gap = max(extent.longest_gap, now - extent.last_append)
             else:
                 extent = self._new_extent(run, start, group, now)
                 ledger.add_extent(extent, *(place or (None, -1)))

@@ -6,7 +6,7 @@ import heapq
 from itertools import count
 
 from tierkv.core.cascade import Cascade
-from tierkv.core.extent import Extent
+from tierkv.core.extent import Extent, Growth
 from tierkv.core.grants import SealAnswer, SealReady, Segment, Waiting, path_blocks
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
@@ -65,20 +65,23 @@ class Seals:
 
     def _next_idle(self) -> float | None:
         """When the extent at the head of the queue has been idle for long enough; O(log n), however many grow."""
+        growing = self._ledger.unsealed
         for extent in self._ledger.take_new_unsealed():
-            heapq.heappush(self._idle, (self._due(extent), next(self._numbers), extent))
+            if extent in growing:
+                heapq.heappush(self._idle, (self._due(growing[extent]), next(self._numbers), extent))
         while self._idle:
             due, number, extent = self._idle[0]
-            if extent not in self._ledger.unsealed:
+            growth = growing.get(extent)
+            if growth is None:
                 heapq.heappop(self._idle)
-            elif due < self._due(extent):
-                heapq.heapreplace(self._idle, (self._due(extent), number, extent))
+            elif due < self._due(growth):
+                heapq.heapreplace(self._idle, (self._due(growth), number, extent))
             else:
                 return due
         return None
 
-    def _due(self, extent: Extent) -> float:
-        return extent.last_append + max(self._ledger.limits.seal_after_seconds, 4 * extent.longest_gap)
+    def _due(self, growth: Growth) -> float:
+        return growth.last_append + max(self._ledger.limits.seal_after_seconds, 4 * growth.longest_gap)
 
     def settle(self, now: float) -> None:
         for seal in list(self._waiting.values()):
