@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from tierkv_cli.trace_options import prefill_rate_option, size_option, token_byt
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tierkv.core.value.tuning import Tuning
     from tierkv.replay.driver import Outcome
     from tierkv.replay.optimum import Bound
     from tierkv.replay.study import Point, Question, Study
@@ -35,6 +37,18 @@ def _capacity_option(ctx: click.Context, param: click.Parameter, value: Any) -> 
         return None if value is None else Capacity.parse(value)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
+
+
+def _tuning_option(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> Tuning:
+    from tierkv.core.value.tuning import AS_MEASURED
+
+    tuning = AS_MEASURED
+    try:
+        for assignment in value:
+            tuning = tuning.with_text(assignment)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+    return tuning
 
 
 @click.command(short_help="Replay a trace against policies and capacities.")
@@ -93,6 +107,14 @@ def _capacity_option(ctx: click.Context, param: click.Parameter, value: Any) -> 
     help="How many sessions are laid over each other, of a trace of separate sessions.",
 )
 @click.option("--seed", metavar="N", type=int, default=3, show_default=True, help="Which ones, and when they begin.")
+@click.option(
+    "--set",
+    "tuning",
+    metavar="NAME=VALUE",
+    callback=_tuning_option,
+    multiple=True,
+    help="For a study: a number that density is tuned by (docs/replay.md lists them). May be said several times.",
+)
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Runs at the same time. [default: one a processor]")
 @plot_option
 @json_option
@@ -151,6 +173,7 @@ def _question(asked: dict[str, Any]) -> Question:
         load_bytes_per_second=float(asked["load_rate"]),
         write_bytes_per_second=float(asked["write_rate"]) if asked["write_rate"] else None,
         write_bytes_per_day=asked["write_budget"] or 0,
+        tuning=asked["tuning"],
     )
     return Question(
         capacities=asked["capacities"],
@@ -173,6 +196,7 @@ def as_object(made: Study) -> dict[str, Any]:
             "load_bytes_per_second": setup.load_bytes_per_second,
             "write_bytes_per_second": setup.write_bytes_per_second,
             "write_bytes_per_day": setup.write_bytes_per_day,
+            "density": asdict(setup.tuning),
         },
         "infinite": _bound_as_object(made, made.infinite),
         "capacities": [_point_as_object(made, point) for point in made.points],

@@ -71,6 +71,13 @@ def test_nvme_below_keeps_what_memory_lost(tierkv: Tierkv, trace: str) -> None:
     assert "from nvme" in shown.out
 
 
+def test_a_study_says_what_density_was_tuned_by(tierkv: Tierkv, trace: str) -> None:
+    asked = ("replay", trace, "--capacity", "60%", "--policy", "density", "--json")
+    assert tierkv(*asked).json["setup"]["density"]["own_share"] == 0.6
+    done = tierkv(*asked, "--set", "own_share=1", "--set", "learn_requests=10")
+    assert (done.json["setup"]["density"]["own_share"], done.json["setup"]["density"]["learn_requests"]) == (1.0, 10)
+
+
 def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
     """In a process of its own: matplotlib keeps the fonts open that it has used."""
     pytest.importorskip("matplotlib")
@@ -107,6 +114,8 @@ def test_a_picture_that_could_not_be_written_is_refused_before_anything_is_repla
         (("--capacity", "1MiB"), "hold no block"),
         (("--prefill-rate", "nan"), "is not a number"),
         (("--write-rate", "0"), "is nothing"),
+        (("--set", "own_shares=1"), "'own_shares' is none of suffix_tokens"),
+        (("--set", "own_share=2"), "own_share is a share, at most 1"),
     ],
 )
 def test_what_is_asked_wrongly_is_said(tierkv: Tierkv, trace: str, arguments: tuple[str, ...], problem: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tierkv.core.extent import Branch, Extent, Growth
 from tierkv.core.keys import chain_keys, key_at, pack_tokens
 from tierkv.core.residency import FileEvent, FileState
+from tierkv.core.value.tuning import AS_MEASURED
 from tierkv.errors import BrokenInvariant
 
 GROUP = b"g" * 32
@@ -50,11 +51,11 @@ def test_an_extent_is_an_orphan_while_nobody_has_its_parent_block() -> None:
 
 def test_a_hit_warms_as_far_as_it_reached() -> None:
     extent = extent_of(4)
-    extent.touch(4, 20.0)
+    extent.touch(4, 20.0, AS_MEASURED)
     assert (extent.last_used, extent.hot_blocks, extent.tail_used, extent.hits) == (20.0, 4, 20.0, 1)
-    extent.touch(2, 30.0)  # blocks 2 and 3 were last used at 20
+    extent.touch(2, 30.0, AS_MEASURED)  # blocks 2 and 3 were last used at 20
     assert (extent.last_used, extent.hot_blocks, extent.tail_used, extent.hits) == (30.0, 2, 20.0, 2)
-    extent.touch(3, 40.0)  # block 3 still at 20
+    extent.touch(3, 40.0, AS_MEASURED)  # block 3 still at 20
     assert (extent.last_used, extent.hot_blocks, extent.tail_used, extent.hits) == (40.0, 3, 20.0, 3)
 
 

@@ -13,6 +13,7 @@ from tierkv.core.reasons import Reason
 from tierkv.core.value.cost import prefill_seconds
 from tierkv.core.value.kinds import kind_of_used
 from tierkv.core.value.reuse import Piece, Reuse
+from tierkv.core.value.tuning import AS_MEASURED
 
 GROUP = b"g" * 32
 KEYS = [bytes([number]) * 32 for number in range(20)]
@@ -175,9 +176,9 @@ def test_what_was_asked_for_in_vain_and_stored_again_has_no_hit_of_it_and_is_use
     bench.seal(prompt)
     extent = bench.state._ledger.tree.heads[prompt.key(0)]
     assert (extent.hits_at(0), extent.hits_at(1), extent.uses_at(0), extent.uses_at(1)) == (0, 0, 1, 1)
-    assert {extent.kind_at(0), extent.kind_at(1)} == {kind_of_used(1, 10.0)}
+    assert {extent.kind_at(0), extent.kind_at(1)} == {kind_of_used(1, 10.0, AS_MEASURED)}
     bench.release(bench.load(prompt))
-    assert (extent.hits, extent.uses, extent.kind) == (1, 2, kind_of_used(2, 0.0))
+    assert (extent.hits, extent.uses, extent.kind) == (1, 2, kind_of_used(2, 0.0, AS_MEASURED))
     bench.notices.clear()
     bench.tick(5.0)
     bench.store(other)
@@ -192,9 +193,9 @@ def test_hits_of_an_extent_are_told_apart_where_its_tail_was_computed_again() ->
     extent.num_blocks = 5
     assert [extent.hits_at(index) for index in range(5)] == [1, 1, 0, 0, 0]
     assert [extent.uses_at(index) for index in range(5)] == [1, 1, 1, 1, 1]
-    extent.touch(1, 2.0)
+    extent.touch(1, 2.0, AS_MEASURED)
     assert [extent.hits_at(index) for index in (0, 1)] == [2, 1]
-    extent.touch(5, 3.0)
+    extent.touch(5, 3.0, AS_MEASURED)
     assert (extent.hits_at(4), extent.uses_at(4)) == (3, 3)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.replay.small import hits_of_lru
+from tierkv.core.value.tuning import Tuning
 from tierkv.replay.capacity import Capacity
 from tierkv.replay.driver import Setup, replay
 from tierkv.replay.formats import read_trace
@@ -58,6 +59,14 @@ def test_the_core_with_lru_is_a_plain_lru_of_blocks(extent_blocks: int) -> None:
 def test_density_finds_so_much_of_what_the_other_finds(name: str, capacity: str, least: float, other: str) -> None:
     ours, theirs = hit_rate(name, capacity, "density"), hit_rate(name, capacity, other)
     assert ours / theirs >= least, f"{ours:.4f} and {theirs:.4f}"
+
+
+def test_density_that_must_not_learn_is_lru() -> None:
+    trace = trace_of("agent_sessions")
+    host_bytes = Capacity.parse("3%").bytes_of(trace)
+    setup = Setup(policy="density", host_bytes=host_bytes, extent_blocks=8, tuning=Tuning(least_share=1.0))
+    outcome = replay(trace, setup)
+    assert outcome.hit_tokens / outcome.asked_tokens == hit_rate("agent_sessions", "3%", "lru")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileEvent, FileState, next_state
 from tierkv.core.value.kinds import kind_of_used
+from tierkv.core.value.tuning import Tuning
 
 # There may be a million extents, most of them at rest: what they have none of they share.
 _NO_EXTRAS: Mapping[int, list[bytes]] = MappingProxyType({})
@@ -253,7 +254,7 @@ class Extent:
     def kind_at(self, index: int) -> int:
         return self.kind if index < self.hot_blocks else self.tail_kind
 
-    def touch(self, blocks: int, now: float) -> None:
+    def touch(self, blocks: int, now: float, tuning: Tuning) -> None:
         """A hit that reached `blocks` blocks deep."""
         if blocks < self.hot_blocks:
             self._join_tail()
@@ -261,7 +262,7 @@ class Extent:
         self.hot_blocks = blocks
         self.last_used = now
         self.hits += 1
-        self.kind = kind_of_used(self.uses, gap)
+        self.kind = kind_of_used(self.uses, gap, tuning)
         if blocks >= self.num_blocks:
             self._join_tail()
 

@@ -30,6 +30,7 @@ from tierkv.core.value.cost import prefill_seconds
 from tierkv.core.value.order import EvictionOrder, Rank
 from tierkv.core.value.policies import order_of
 from tierkv.core.value.reuse import Reuse
+from tierkv.core.value.tuning import AS_MEASURED, Tuning
 
 Effect = AnyInstruction | Notice
 
@@ -61,6 +62,7 @@ class Limits:
     prefill_tokens_per_second: float = 12_000.0  # of an engine, at the start of a prompt
     ghosts: int = 262_144  # most records of what was evicted
     policy: str = "density"  # one of PolicyName
+    tuning: Tuning = AS_MEASURED  # of that one
     nvme_write_bytes_per_day: int = 0  # 0: no limit
     pinned_share: float = 0.1
     auto_pin_share: float = 0.0  # part of that, for the hottest prefixes
@@ -176,7 +178,7 @@ class Ledger:
         self.touched: dict[Extent, None] = {}
         self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
         self.homes: dict[int, dict[Extent, int]] = {}  # slab -> whose slots of the tree are in it, and how many
-        self.reuse = Reuse()
+        self.reuse = Reuse(limits.tuning)
         self._new_order = order_of(limits.policy, self.reuse.hazards, self)
         self.shares = Shares(limits.shares)
         self.nvme_order = self._order_for("nvme")

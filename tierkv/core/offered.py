@@ -40,7 +40,7 @@ class Offered:
         self._keys = keys
         self._now = now
         self._order = ledger.host_order(group.slot_bytes)
-        self._kind_of_new = kind_of_new(suffix_tokens)
+        self._kind_of_new = kind_of_new(suffix_tokens, ledger.reuse.tuning)
         self._ghosts = ledger.ghosts.along(group.spec.group, keys) if ledger.ghosts else []
         self._starts = [stretch.start for stretch in self._ghosts]
 
@@ -105,9 +105,9 @@ class Offered:
         ghost = self._ghosts[at].ghost
         if index >= self._starts[at] + ghost.blocks:
             return self._kind_of_new
-        return (
-            ghost.kind if ghost.is_of_this_use(self._now) else kind_of_used(ghost.uses + 1, self._now - ghost.last_used)
-        )
+        if ghost.is_of_this_use(self._now):
+            return ghost.kind
+        return kind_of_used(ghost.uses + 1, self._now - ghost.last_used, self._ledger.reuse.tuning)
 
 
 def _gaps(first: int, end: int, known: list[Stretch]) -> list[tuple[int, int]]:

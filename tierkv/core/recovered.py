@@ -102,6 +102,8 @@ class RecoveredRows:
         extent.tokens = None
         extent.sealed = True
         extent.hits = extent.tail_hits = row.hits
-        extent.kind = extent.tail_kind = kind_of_used(row.hits, UNKNOWN_GAP_SECONDS) if row.hits else UNKNOWN_NEW
+        tuning = self._ledger.reuse.tuning
+        kind = kind_of_used(row.hits, UNKNOWN_GAP_SECONDS, tuning) if row.hits else UNKNOWN_NEW
+        extent.kind = extent.tail_kind = kind
         extent.last_used = extent.tail_used = min(row.last_used, now)
         return extent

@@ -20,6 +20,7 @@ from tierkv.core.ledger import Effect
 from tierkv.core.slabs import PAGE_BYTES
 from tierkv.core.state import CacheState, Limits
 from tierkv.core.value.cost import prefill_seconds
+from tierkv.core.value.tuning import AS_MEASURED, Tuning
 from tierkv.errors import BrokenInvariant, ConfigError
 from tierkv.replay.trace import Step, Trace, TraceGroup
 from tierkv.replay.worker import ObedientWorker
@@ -36,7 +37,7 @@ _PATIENCE_SECONDS = 3_600.0
 class Setup:
     """One run. `extent_blocks` None: as many as fit into EXTENT_BYTES. `write_bytes_per_second` None: NVMe takes at
     once what it is given; `write_bytes_per_day` is its budget, 0 for none. `load_bytes_per_second` is what a hit on
-    NVMe is charged for, and nothing waits for it."""
+    NVMe is charged for, and nothing waits for it. `tuning` is of the policy density."""
 
     policy: str
     host_bytes: int
@@ -46,6 +47,7 @@ class Setup:
     load_bytes_per_second: float = LOAD_BYTES_PER_SECOND
     write_bytes_per_second: float | None = None
     write_bytes_per_day: int = 0
+    tuning: Tuning = AS_MEASURED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +276,7 @@ def _limits(trace: Trace, setup: Setup) -> Limits:
         inflight_writes=8,
         inflight_reads=64,
         policy=setup.policy,
+        tuning=setup.tuning,
         nvme_write_bytes_per_day=setup.write_bytes_per_day,
         prefill_tokens_per_second=setup.prefill_rate,
     )

@@ -9,21 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.core.value import hazards as module
-from tierkv.core.value.hazards import NUM_BUCKETS, WINDOW_SECONDS, WINDOW_UNITS, Hazards, age_bucket, bucket_end
+from tierkv.core.value.hazards import NUM_BUCKETS, Hazards, age_bucket, bucket_end
 from tierkv.core.value.kinds import NUM_KINDS, kind_of_new, kind_of_used
+from tierkv.core.value.tuning import AS_MEASURED
 
+WINDOW_SECONDS, WINDOW_UNITS = AS_MEASURED.window_seconds, AS_MEASURED.window_units
 WIDTHS = [bucket_end(bucket) - (bucket_end(bucket - 1) if bucket else 0.0) for bucket in range(NUM_BUCKETS - 1)]
 
 
 def test_kinds_have_the_edges_that_the_traces_gave_them() -> None:
-    assert [kind_of_new(tokens) for tokens in (0, 1_000, 1_100, 7_000, 7_300, 31_000, 32_000, 127_000, 140_000)] == [
-        0, 0, 1, 1, 2, 2, 3, 3, 4,
-    ]  # fmt: skip
-    assert [kind_of_used(1, gap) for gap in (0, 44, 46, 224, 226, 944, 946, 3_824, 3_826, 1e9)] == [
+    suffixes = (0, 1_000, 1_100, 7_000, 7_300, 31_000, 32_000, 127_000, 140_000)
+    assert [kind_of_new(tokens, AS_MEASURED) for tokens in suffixes] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert [kind_of_used(1, gap, AS_MEASURED) for gap in (0, 44, 46, 224, 226, 944, 946, 3_824, 3_826, 1e9)] == [
         5, 5, 6, 6, 7, 7, 8, 8, 9, 9,
     ]  # fmt: skip
-    assert [kind_of_used(hits, 0.0) for hits in (1, 2, 3, 5, 6, 1_000)] == [5, 10, 15, 15, 20, 20]
-    assert kind_of_used(1, -5.0) == 5
+    assert [kind_of_used(hits, 0.0, AS_MEASURED) for hits in (1, 2, 3, 5, 6, 1_000)] == [5, 10, 15, 15, 20, 20]
+    assert kind_of_used(1, -5.0, AS_MEASURED) == 5
 
 
 def test_ages_lie_in_their_buckets() -> None:

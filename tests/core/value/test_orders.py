@@ -15,10 +15,12 @@ from tierkv.core.extent import Extent
 from tierkv.core.grants import Evicted, Lease, Reservation, Waiting
 from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.core.state import CacheState, Limits
-from tierkv.core.value.density import ALL_ALIKE, YOUNGEST_ADVANTAGE, Density
+from tierkv.core.value.density import ALL_ALIKE, Density
 from tierkv.core.value.hazards import Hazards, bucket_end
 from tierkv.core.value.policies import ONE_KIND, order_of
+from tierkv.core.value.tuning import AS_MEASURED
 
+YOUNGEST_ADVANTAGE = AS_MEASURED.youngest_advantage
 POLICIES = ["density", "lru", "arc", "gdsf", "literal"]
 
 

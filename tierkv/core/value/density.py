@@ -24,9 +24,6 @@ from tierkv.core.value.hazards import Hazards, age_bucket, bucket_end
 from tierkv.core.value.kinds import NUM_KINDS
 from tierkv.core.value.order import Rank, Savings
 
-YOUNGEST_ADVANTAGE = 1.5
-"""The rank of a youngest candidate is multiplied by this, so that it goes only when it is clearly the cheapest."""
-
 ALL_APART: Sequence[int] = range(NUM_KINDS)
 ALL_ALIKE: Sequence[int] = (0,) * NUM_KINDS
 """With one kind the oldest goes, always: least recently used."""
@@ -60,6 +57,7 @@ class _Queue:
 class Density:
     def __init__(self, hazards: Hazards, savings: Savings, kinds: Sequence[int] = ALL_APART) -> None:
         self._hazards = hazards
+        self._advantage = hazards.tuning.youngest_advantage
         self._savings = savings
         self._kinds = kinds
         self._is_plain = len(set(kinds)) == 1
@@ -157,7 +155,7 @@ class Density:
         else:
             bucket = age_bucket(now - used)
             value = self._hazards.index_in(queue.kind, bucket) * self._savings.seconds_per_byte(extent)
-            rank = True, value * YOUNGEST_ADVANTAGE if end else value
+            rank = True, value * self._advantage if end else value
             candidate = _Candidate(rank, number, extent, used + bucket_end(bucket))
         queue.candidates[end] = candidate
         return candidate
@@ -172,7 +170,7 @@ class Density:
     def rank_of_new(self, kind: int, worth: float) -> Rank | None:
         if self._is_plain or not self._hazards.has_learnt:
             return None
-        return True, YOUNGEST_ADVANTAGE * self._hazards.index(kind, 0.0) * worth
+        return True, self._advantage * self._hazards.index(kind, 0.0) * worth
 
     def value(self, extent: Extent, index: int, now: float) -> float:
         age = now - extent.used_at(index)

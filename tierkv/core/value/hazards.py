@@ -20,29 +20,14 @@ from itertools import pairwise
 from math import log2
 
 from tierkv.core.value.kinds import KINDS_OF_A_GROUP, NUM_KINDS
+from tierkv.core.value.tuning import AS_MEASURED, Tuning
 
 TOKENS_OF_A_UNIT = 512
 
 NUM_BUCKETS = 44
 """Of age, three to each doubling of 1 + seconds: the last begins after 5.7 hours."""
 
-SHRINKAGE = 300.0
-"""So many units weigh as much as the estimate of the larger set."""
-
-OWN_SHARE = 0.6
-"""Exponent of the kind's own index; that of all kinds has the rest."""
-
-WINDOW_SECONDS = 3_600.0
-WINDOW_UNITS = 10_000.0
-"""A window of counts is closed when it is that old and holds that much, and forgotten when the next one is."""
-
-LEAST_SHARE = 0.01
-"""Of the exposures that have to have ended in a use. Of fewer nothing is learnt but that least is known of what waits
-longest, and for that reason nothing new would be taken: until then the least recently used goes."""
-
 _FIRST_REQUESTS = frozenset({16, 32, 64, 128})
-_REQUESTS_BETWEEN = 250
-_SECONDS_BETWEEN = 30.0
 
 _SLOT_SECONDS = (1, 8, 64, 512)
 _SLOTS_OF_A_SIZE = 64
@@ -78,7 +63,8 @@ class Hazards:
     Exposures are counted in the window in which they began, and forgotten with it, those that wait included: to let
     only the uses fade would make everything look less wanted than it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning = AS_MEASURED) -> None:
+        self.tuning = tuning
         self.version = 0
         self._windows: list[_Window] = []  # the current one last, at most two
         self._waiting: list[list[defaultdict[int, float]]] = [
@@ -122,7 +108,7 @@ class Hazards:
         if not self._windows:
             self._windows.append(_Window(now))
         self._requests += 1
-        is_due = self._requests % _REQUESTS_BETWEEN == 0 or now >= self._due
+        is_due = self._requests % self.tuning.learn_requests == 0 or now >= self._due
         if self._requests in _FIRST_REQUESTS or (is_due and self._requests > max(_FIRST_REQUESTS)):
             self._learn(now)
 
@@ -147,31 +133,33 @@ class Hazards:
     # ---- learning
 
     def _learn(self, now: float) -> None:
-        self._due = now + _SECONDS_BETWEEN
+        self._due = now + self.tuning.learn_seconds
         self._roll(now)
         used = _rows([window.used for window in self._windows])
         forgotten = _rows([window.forgotten for window in self._windows])
         open_ended = [_add(self._waiting_by_age(kind, now), forgotten[kind]) for kind in range(NUM_KINDS)]
         of_all = (_sum(used), _sum(open_ended))
         self.version += 1
+        tuning = self.tuning
         uses = sum(of_all[0])
-        if uses <= LEAST_SHARE * (uses + sum(of_all[1])):
+        if uses <= tuning.least_share * (uses + sum(of_all[1])):
             self._index = []
             return
         p_all = [(e + 0.001) / (r + 1) for e, r in zip(of_all[0], _reached(*of_all), strict=True)]
         all_index = _best_rates(p_all)
         index = []
+        own_share, m = tuning.own_share, tuning.shrinkage_units
         for first in range(0, NUM_KINDS, KINDS_OF_A_GROUP):
             kinds = range(first, first + KINDS_OF_A_GROUP)
-            p_group = _shrunk(_sum([used[k] for k in kinds]), _sum([open_ended[k] for k in kinds]), p_all)
+            p_group = _shrunk(_sum([used[k] for k in kinds]), _sum([open_ended[k] for k in kinds]), p_all, m)
             for kind in kinds:
-                own = _best_rates(_shrunk(used[kind], open_ended[kind], p_group))
-                index.append([o**OWN_SHARE * a ** (1 - OWN_SHARE) for o, a in zip(own, all_index, strict=True)])
+                own = _best_rates(_shrunk(used[kind], open_ended[kind], p_group, m))
+                index.append([o**own_share * a ** (1 - own_share) for o, a in zip(own, all_index, strict=True)])
         self._index = index
 
     def _roll(self, now: float) -> None:
         current = self._windows[-1]
-        if now - current.start >= WINDOW_SECONDS and current.units >= WINDOW_UNITS:
+        if now - current.start >= self.tuning.window_seconds and current.units >= self.tuning.window_units:
             self._windows = [current, _Window(now)]
 
     def _waiting_by_age(self, kind: int, now: float) -> list[float]:
@@ -224,9 +212,10 @@ def _reached(used: list[float], open_ended: list[float]) -> list[float]:
     return reached
 
 
-def _shrunk(used: list[float], open_ended: list[float], towards: list[float]) -> list[float]:
+def _shrunk(used: list[float], open_ended: list[float], towards: list[float], m: float) -> list[float]:
+    """`m` units of `towards` beside what was seen."""
     reached = _reached(used, open_ended)
-    return [(e + SHRINKAGE * p) / (r + SHRINKAGE) for e, r, p in zip(used, reached, towards, strict=True)]
+    return [(e + m * p) / (r + m) for e, r, p in zip(used, reached, towards, strict=True)]
 
 
 def _best_rates(hazards: list[float]) -> list[float]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from math import log2
 
+from tierkv.core.value.tuning import Tuning
+
 NUM_KINDS = 25
 KINDS_OF_A_GROUP = 5
 """Kinds of one number of hits: estimates of kinds with little data lean on those of their group."""
@@ -18,17 +20,15 @@ UNKNOWN_NEW = 2
 UNKNOWN_GAP_SECONDS = 240.0
 """The middle ones, for what an earlier life of the node has left on disk."""
 
-_SUFFIX_TOKENS = 1024
-_GAP_SECONDS = 15.0
 _GROUP_OF_HITS = (0, 1, 2, 3, 3, 3)
 
 
-def kind_of_new(suffix_tokens: int) -> int:
-    """Of a block that was never hit: edges at 1 Ki, 7 Ki, 31 Ki and 127 Ki tokens."""
-    return min(4, int(log2(1 + suffix_tokens / _SUFFIX_TOKENS) / 2 + 0.5))
+def kind_of_new(suffix_tokens: int, tuning: Tuning) -> int:
+    """Of a block that was never hit: edges at 1 Ki, 7 Ki, 31 Ki and 127 Ki tokens, if nothing else is said."""
+    return min(4, int(log2(1 + suffix_tokens / tuning.suffix_tokens) / 2 + 0.5))
 
 
-def kind_of_used(hits: int, gap_seconds: float) -> int:
+def kind_of_used(hits: int, gap_seconds: float, tuning: Tuning) -> int:
     """Of a block that has been hit `hits` times, the last time `gap_seconds` after the use before."""
     group = _GROUP_OF_HITS[hits] if hits < len(_GROUP_OF_HITS) else 4
-    return KINDS_OF_A_GROUP * group + min(4, int(log2(1 + max(0.0, gap_seconds) / _GAP_SECONDS) / 2))
+    return KINDS_OF_A_GROUP * group + min(4, int(log2(1 + max(0.0, gap_seconds) / tuning.gap_seconds) / 2))

@@ -18,6 +18,7 @@ from tierkv.core.ghosts import Ghost, Stretch
 from tierkv.core.grants import Segment
 from tierkv.core.value.hazards import TOKENS_OF_A_UNIT, Hazards
 from tierkv.core.value.kinds import kind_of_new, kind_of_used
+from tierkv.core.value.tuning import AS_MEASURED, Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ class Piece:
 
 
 class Reuse:
-    def __init__(self) -> None:
-        self.hazards = Hazards()
+    def __init__(self, tuning: Tuning = AS_MEASURED) -> None:
+        self.tuning = tuning
+        self.hazards = Hazards(tuning)
 
     def used(self, path: Iterable[Segment], block_tokens: int, now: float) -> None:
         """A hit on these stretches of extents. Most of a path was used together before, and is booked as one."""
@@ -52,7 +54,7 @@ class Reuse:
             elif blocks < hot < extent.num_blocks:  # what was cold joins what of the hot ones was not reached
                 cold = (extent.num_blocks - hot) * unit
                 self._move(cold, extent.tail_kind, extent.tail_used, extent.kind, extent.last_used)
-            extent.touch(blocks, now)
+            extent.touch(blocks, now, self.tuning)
             began[extent.kind] += blocks
         for (kind, used), blocks in ended.items():
             self.hazards.end(kind, used, now, blocks * unit)
@@ -62,7 +64,7 @@ class Reuse:
     def asked_for(self, ghost: Ghost, now: float) -> Ghost:
         """Evicted blocks are asked for. What to remember of them from here on."""
         self._end_ghost(ghost, now)
-        kind = kind_of_used(ghost.uses + 1, now - ghost.last_used)
+        kind = kind_of_used(ghost.uses + 1, now - ghost.last_used, self.tuning)
         self.hazards.begin(kind, now, ghost.tokens / TOKENS_OF_A_UNIT)
         return replace(ghost, misses=ghost.misses + 1, kind=kind, last_used=now, asked=True)
 
@@ -74,7 +76,7 @@ class Reuse:
         for stretch in [*claimed, None]:
             start = stretch.start if stretch is not None else blocks
             if start > at:
-                pieces.append(Piece(start - at, 0, 0, kind_of_new(suffix_tokens)))
+                pieces.append(Piece(start - at, 0, 0, kind_of_new(suffix_tokens, self.tuning)))
             if stretch is not None:
                 pieces.append(self._claim(stretch.ghost, now))
                 at = start + stretch.ghost.blocks
@@ -85,7 +87,7 @@ class Reuse:
             self.hazards.withdraw(ghost.kind, ghost.last_used, ghost.tokens / TOKENS_OF_A_UNIT)
             return Piece(ghost.blocks, ghost.hits, ghost.misses, ghost.kind)
         self._end_ghost(ghost, now)
-        kind = kind_of_used(ghost.uses + 1, now - ghost.last_used)
+        kind = kind_of_used(ghost.uses + 1, now - ghost.last_used, self.tuning)
         return Piece(ghost.blocks, ghost.hits, ghost.misses + 1, kind)
 
     def grow(self, extent: Extent, pieces: list[Piece], block_tokens: int, now: float) -> None:
