@@ -8,6 +8,7 @@ to offer                   behind those, full and final
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tierkv.client import KeyChain
@@ -36,6 +37,8 @@ class Prefix:
         self._offered = 0
         self._ended = False
         self._tries = 0
+        self.due_at: float = block_tokens
+        """Once so many tokens are final `to_offer` has blocks. Kept at hand, for every step of the engine looks."""
 
     def full_blocks(self, tokens: int) -> int:
         return tokens // self._block_tokens
@@ -66,20 +69,17 @@ class Prefix:
 
     def found(self, blocks: int) -> None:
         """The node has the first `blocks` blocks."""
-        self._offered = max(self._offered, blocks)
+        self._is_offered(max(self._offered, blocks))
 
     def lost(self, blocks: int) -> None:
         """Of what was found only the first `blocks` blocks could be loaded, and the others are computed: whether the
         node still has them nobody knows."""
-        self._offered = min(self._offered, blocks)
+        self._is_offered(min(self._offered, blocks))
 
     def begin_again(self) -> None:
         """The node has lost what it had in memory, or it is another one."""
-        self._offered, self._tries, self._ended = 0, 0, False
-
-    def is_due(self, final_tokens: int) -> bool:
-        """Whether `to_offer` has blocks; nothing is made for the answer."""
-        return not self._ended and final_tokens // self._block_tokens > self._offered
+        self._tries, self._ended = 0, False
+        self._is_offered(0)
 
     def to_offer(self, final_tokens: int) -> range:
         """Blocks of the first `final_tokens` tokens that are still to be given to the node, none where no more are."""
@@ -87,7 +87,7 @@ class Prefix:
 
     def give(self, end_block: int) -> None:
         """The blocks up to `end_block` go to the node now."""
-        self._offered = max(self._offered, end_block)
+        self._is_offered(max(self._offered, end_block))
 
     def stored(self) -> None:
         """Some of what was given is in the node."""
@@ -98,10 +98,15 @@ class Prefix:
         ever. Told more than once of the same, by one rank after the other, it counts once."""
         if first_block < self._offered:
             self._tries += 1
-            self._offered = first_block
+            self._is_offered(first_block)
             if self._tries == MOST_TRIES:
                 self.end()
 
     def end(self) -> None:
         """Nothing more is given: what lies behind a gap would never be found."""
         self._ended = True
+        self._is_offered(self._offered)
+
+    def _is_offered(self, blocks: int) -> None:
+        self._offered = blocks
+        self.due_at = math.inf if self._ended else (blocks + 1) * self._block_tokens

@@ -375,7 +375,7 @@ class PrefixScheduler:
         """Whether a step behind which the KV of the request's first `tokens` tokens is there has something to store, so
         that `step` is to be told of it. Most steps add a token or two to a block that is not full."""
         state = self._requests.get(request)
-        return state is not None and state.prefix.is_due(tokens)
+        return state is not None and tokens >= state.prefix.due_at
 
     def step(self, scheduled: Sequence[Scheduled], *, is_idle: bool) -> Plan:
         """What the workers are to do in this step."""

@@ -345,8 +345,11 @@ class SchedulerSide:
 
     def step(self, scheduler_output: Any) -> Plan:
         started = time.perf_counter()
-        nobody: list[Scheduled] = []
-        scheduled = self._fence.run("looking at a step", lambda: self._scheduled(scheduler_output), nobody)
+        scheduled: list[Scheduled] = []
+        try:  # and not by way of the fence's `run`: most steps end with what is found here
+            scheduled = self._scheduled(scheduler_output)
+        except Exception as fault:  # noqa: BLE001 - as behind every fence
+            self._fence.caught("looking at a step", fault)
         plan = self._scheduler.step(scheduled, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
         if plan.stores:
             self._has_acted = True
@@ -403,14 +406,22 @@ class SchedulerSide:
     def _scheduled(self, scheduler_output: Any) -> list[Scheduled]:
         """Of the step's requests those of which something is to be stored, as they will be behind it."""
         added, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
-        self._computing = set(added)
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        if self._computing != added.keys():
+            self._computing = set(added)
+        is_due = self._scheduler.is_due
+        due = [
+            (name, computed + added[name])
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if is_due(name, computed + added[name])
+        ]
         for new in scheduler_output.scheduled_new_reqs:
-            computed[new.req_id] = new.num_computed_tokens
+            computed = new.num_computed_tokens + added[new.req_id]
+            if is_due(new.req_id, computed):
+                due.append((new.req_id, computed))
         return [
-            self._as_scheduled(scheduler_output, name, computed[name] + tokens)
-            for name, tokens in added.items()
-            if self._scheduler.is_due(name, computed[name] + tokens) and self._reader.still_holds(self._requests[name])
+            self._as_scheduled(scheduler_output, name, computed)
+            for name, computed in due
+            if self._reader.still_holds(self._requests[name])
         ]
 
     def _as_scheduled(self, scheduler_output: Any, name: str, computed_tokens: int) -> Scheduled:
