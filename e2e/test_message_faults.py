@@ -160,6 +160,16 @@ class AskReportBad(Scene):
         assert self.engine.match(self.prompt, BLOCKS) == (1 if had_effect else BLOCKS)
 
 
+class AskReportPrefill(Scene):
+    """It goes along with another call, and may be lost for good."""
+
+    waits = False
+
+    def act(self) -> Any:
+        self.engine.group.report_prefill(tokens=2_048, first_token=0, seconds=0.5)
+        return self.engine.group.match(keys=self.engine.keys(BASE, BLOCKS))
+
+
 class AskReserve(Scene):
     def act(self) -> Any:
         return self.engine.group.reserve(tokens_of(self.prompt, BLOCKS), deadline_seconds=self.patience_seconds)

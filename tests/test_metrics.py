@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
-from tierkv.core.usage import TierBytes, Wear
+from tierkv.core.usage import PrefillUse, TierBytes, Wear
 from tierkv.errors import ConfigError
 from tierkv.metrics import LATENCY_BOUNDS, Latency, Snapshot, copy_counters
 from tierkv.metrics.endpoint import MetricsEndpoint, registry
@@ -75,6 +75,23 @@ def test_labels_come_from_what_was_counted():
     assert seen["tierkv_io_errors_total", (("errno", "ENOSPC"), ("operation", "write"))] == 3
     assert seen["tierkv_dropped_writes_total", (("reason", "disk_full"),)] == 2
     assert seen["tierkv_queue_depth", (("queue", "nvme_write"),)] == 9
+
+
+def test_a_model_s_prefill_rate_is_the_one_that_is_known_best():
+    def use(layout: str, rate: float, samples: int) -> PrefillUse:
+        return PrefillUse(
+            fingerprint="ab" * 32,
+            model_name="llama",
+            dtype="bf16",
+            layout=layout,
+            tokens_per_second=rate,
+            samples=samples,
+        )
+
+    seen = samples(Snapshot(version="1", prefill=(use("cuda", 9_000.0, 64), use("cpu", 12_000.0, 0))))
+    labels = (("fingerprint", "abababababab"), ("model", "llama"))
+    assert seen["tierkv_prefill_tokens_per_second", labels] == 9_000.0
+    assert seen["tierkv_prefill_samples", labels] == 64
 
 
 def test_pins_are_shown_with_what_they_hold_and_may_hold():

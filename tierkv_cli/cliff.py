@@ -70,7 +70,7 @@ def command(
 
     The node writes this down itself at each start, and keeps it in the data directory; without a running node it is
     read from there. A time to first token is an estimate here: what `acquire` took, and what computing the missed
-    tokens takes at prefill_tokens_per_second. An engine that came back while the node went on is a start too, shown
+    tokens takes at the engine's rate (see du). An engine that came back while the node went on is a start too, shown
     with --engines, and always with --json; its figures are of all that was asked of the node then.
 
     With --engine it is measured instead: prompts are sent to an engine's OpenAI-compatible endpoint, one after the

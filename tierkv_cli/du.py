@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tierkv.storage.disk_usage import DiskUse
-    from tierkv.wire.messages import NvmeWear, PinnedTier, ShareRow, TierUsage, UsageReply, UsageRow
+    from tierkv.wire.messages import NvmeWear, PinnedTier, PrefillRow, ShareRow, TierUsage, UsageReply, UsageRow
 
 BY = ("model", "adapter", "tenant", "group")
 
@@ -30,6 +30,9 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
     "unreachable" is what belongs to identities that no connected engine has open: of a model that isn't served now, or
     that was changed since. It is not lost, and is found again when an engine with that identity comes back.
     A tenant is shown by the first digits of its salt's digest.
+
+    "prefill" is what computing is reckoned with, at the start of a prompt: measured from what engines tell, or the
+    setting prefill_tokens_per_second until they have.
 
     The node tells what it has booked, and looks at no file for it. `--disk` looks: lengths of files, and what the disk
     gave for them, by what they are. It has to be said on the node's machine, by who may read its data directory.
@@ -52,6 +55,7 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
                 "tiers": plain(usage.tiers),
                 "pinned": plain(pinned),
                 "wear": plain(usage.wear),
+                "prefill": plain(usage.prefill),
                 "shares": plain(shares),
                 **({"disk": disk_as_object(on_disk)} if disk else {}),
             }
@@ -200,6 +204,25 @@ def view(
     if usage.wear is not None:
         yield ""
         yield wear_line(usage.wear)
+    if usage.prefill:
+        yield ""
+        yield from prefill_lines(usage.prefill)
+
+
+def prefill_lines(rows: tuple[PrefillRow, ...]) -> Iterator[str]:
+    """What computing is reckoned with: first the models whose engines have told, then the rest of them in one line."""
+    measured = [row for row in rows if row.samples]
+    for row in measured:
+        name = row.model_name or _short(row.fingerprint)
+        layout = f" ({row.dtype}, {row.layout})" if _is_served_in_several(row, rows) else ""
+        yield f"prefill of {name}{layout}: {row.tokens_per_second:,.0f} tokens/s, measured ({row.samples} samples)"
+    for rate in sorted({row.tokens_per_second for row in rows if not row.samples}):
+        of_others = " of other models" if measured else ""
+        yield f"prefill{of_others}: {rate:,.0f} tokens/s, the setting, until their engines have told"
+
+
+def _is_served_in_several(row: PrefillRow, rows: tuple[PrefillRow, ...]) -> bool:
+    return sum(row.fingerprint == other.fingerprint for other in rows) > 1
 
 
 def wear_line(wear: NvmeWear) -> str:

@@ -44,7 +44,7 @@ def command(*, where: Where, since: float, by: str, limit: int | None, plot: Pat
     """Show what was evicted, how old it was and how often hit, and what that cost: the regret.
 
     Regret is what was evicted (or refused for want of room) and then asked for again: tokens that engines had to
-    compute once more, and seconds of prefill at prefill_tokens_per_second. "dropped" left the last tier that had it
+    compute once more, and seconds of prefill at the engine's rate (see du). "dropped" left the last tier that had it
     (with so many "tokens"); the rest is still in another one, and is only slower to get. A block that is evicted and
     regretted again and again counts each time. The last line says what the figures mean for capacity.
 

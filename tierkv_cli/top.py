@@ -48,7 +48,7 @@ def command(*, where: Where, interval: float, once: bool, as_json: bool) -> int:
 
     "now" is the last ten seconds. A prefix is named by a block key, as `tierkv purge --prefix` takes it; "0 to 1,024"
     are the tokens of the prompts that begin with it, and what it saved is counted from when it became one of the
-    hottest. Prefill saved is what computing those tokens would have taken an engine of prefill_tokens_per_second.
+    hottest. Prefill saved is what computing those tokens would have taken the engine (see du).
 
     q or Ctrl-C ends it. A node that goes away meanwhile is waited for. Where the output is no terminal, frames follow
     one another as plain text.

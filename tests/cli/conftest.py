@@ -17,6 +17,7 @@ from tierkv.wire.messages import (
     NvmeWear,
     PinnedTier,
     PinsReply,
+    PrefillRow,
     ShareRow,
     SharesReply,
     StartsReply,
@@ -65,6 +66,7 @@ class FakeNode:
     rows: tuple[UsageRow, ...] = ()
     tiers: tuple[TierUsage, ...] = ()
     wear: NvmeWear | None = None
+    prefill: tuple[PrefillRow, ...] = ()
     steps: list[WarmupReply | VerifyReply | BaseException | int] = field(default_factory=list)
     later_steps: list[list[WarmupReply | VerifyReply | BaseException | int]] = field(default_factory=list)
     pinned: tuple[PinnedTier, ...] = ()
@@ -85,7 +87,7 @@ class FakeNode:
 
     def usage(self) -> UsageReply:
         self._require()
-        return UsageReply(id=1, rows=self.rows, tiers=self.tiers, wear=self.wear)
+        return UsageReply(id=1, rows=self.rows, tiers=self.tiers, wear=self.wear, prefill=self.prefill)
 
     def shares(self) -> SharesReply:
         self._require()

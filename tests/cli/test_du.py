@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.conftest import GIB, status, tier, usage_row
-from tierkv.wire.messages import NvmeWear
+from tierkv.wire.messages import NvmeWear, PrefillRow
 from tierkv_cli.du import BY, aggregate, total
 
 ROWS = (
@@ -91,6 +91,21 @@ def test_what_was_written_today_is_held_against_the_budget_and_what_it_was_good_
     node.wear = None
     assert "written" not in tierkv("du").out
     assert tierkv("du", "--json").json["wear"] is None
+
+
+def test_what_computing_is_reckoned_with_is_said_with_where_that_comes_from(tierkv, node):
+    node.rows = ROWS
+    node.prefill = (PrefillRow("ab" * 32, "llama", "bfloat16", "cuda", 12_000.0, 0),)
+    out = " ".join(tierkv("du").out.split())
+    assert "prefill: 12,000 tokens/s, the setting, until their engines have told" in out
+    node.prefill += (PrefillRow("cd" * 32, "", "bfloat16", "cpu", 1_234.5, 37),)
+    out = " ".join(tierkv("du").out.split())
+    assert "prefill of cdcdcdcdcdcd: 1,234 tokens/s, measured (37 samples)" in out
+    assert "prefill of other models: 12,000 tokens/s, the setting" in out
+    node.prefill += (PrefillRow("cd" * 32, "", "float32", "cpu", 412.0, 9),)
+    out = " ".join(tierkv("du").out.split())
+    assert "prefill of cdcdcdcdcdcd (float32, cpu): 412 tokens/s, measured (9 samples)" in out
+    assert [row["samples"] for row in tierkv("du", "--json").json["prefill"]] == [0, 37, 9]
 
 
 def test_json_has_bytes_and_whole_digests(tierkv, node):

@@ -44,6 +44,7 @@ from tierkv.wire.messages import (
     Release,
     Reply,
     ReportBad,
+    ReportPrefill,
     Request,
     Reserve,
     ReserveReply,
@@ -415,7 +416,8 @@ class Memory:
         if isinstance(request, OpenGroup):
             self.groups[request.identity.group_key()] = request
             return OpenGroupReply(id=request.id, group=request.identity.group_key(), persistent=True)
-        if isinstance(request, Match | Acquire | Reserve | Seal | ReportBad) and request.group not in self.groups:
+        about_group = isinstance(request, Match | Acquire | Reserve | Seal | ReportBad | ReportPrefill)
+        if about_group and request.group not in self.groups:
             return Error(id=request.id, code=ErrorCode.UNKNOWN_GROUP, problem="open it first")
         verb: Callable[[Any], Reply] = {
             Match: self._match,
@@ -426,6 +428,7 @@ class Memory:
             Abort: self._abort,
             Seal: self._seal,
             ReportBad: self._report_bad,
+            ReportPrefill: lambda request: Done(id=request.id),
             Status: _status,
             Usage: lambda request: UsageReply(id=request.id, rows=(), tiers=()),
             Warmup: self._warmup,

@@ -10,10 +10,13 @@ import pytest
 from tests.node.kit import BLOCK_BYTES, ENGINE, GROUP, TWO_RANKS, Kit, prompt
 from tierkv.core.instructions import Read, ReadDone, Write, WriteDone
 from tierkv.core.keys import KEY_BYTES, chain_keys, pack_tokens
+from tierkv.core.prefill_rates import PrefillSample
 from tierkv.core.reasons import Reason
+from tierkv.core.value.cost import DOUBLING_TOKENS
 from tierkv.node import key_check
 from tierkv.node.waiting import GRACE_SECONDS
 from tierkv.wire.messages import (
+    MAX_PREFILL_SAMPLES,
     Abort,
     Acquire,
     Commit,
@@ -25,9 +28,11 @@ from tierkv.wire.messages import (
     Match,
     Release,
     ReportBad,
+    ReportPrefill,
     Reserve,
     Seal,
     SealWait,
+    Usage,
 )
 
 T1, T2, L1 = b"ticket-number-01", b"ticket-number-02", b"lease--number-01"
@@ -106,6 +111,19 @@ def test_blocks_reported_bad_are_gone(kit: Kit) -> None:
     keys = store(kit, 3)
     kit.ask(ReportBad, group=GROUP, keys=keys, first_bad=1)
     assert kit.ask(Match, group=GROUP, keys=keys).blocks == 1
+
+
+def test_what_an_engine_needed_for_its_prompts_is_what_costs_are_reckoned_with(kit: Kit) -> None:
+    kit.open()
+    samples = (PrefillSample(2_048, 0, 2_048 / 500.0 * (1 + 1_024 / DOUBLING_TOKENS)),) * MAX_PREFILL_SAMPLES
+    (before,) = kit.ask(Usage).prefill
+    assert (before.tokens_per_second, before.samples) == (12_000.0, 0)
+    assert isinstance(kit.ask(ReportPrefill, group=GROUP, samples=samples), Done)
+    (row,) = kit.ask(Usage).prefill
+    assert row.tokens_per_second == pytest.approx(500.0)
+    assert (row.fingerprint, row.samples) == ("ab" * 32, MAX_PREFILL_SAMPLES)
+    kit.ask(Acquire, grant=L1, group=GROUP, keys=prompt(50)[0])
+    assert kit.state.counts.asked_prefill_seconds == pytest.approx(100 / 500.0, rel=0.01)
 
 
 @pytest.mark.scenario("B199", then="both ranks' parts are found by the scheduler's keys, each rank its own")

@@ -21,6 +21,7 @@ from tierkv.core.explanation import (
 )
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import Difference, GroupCount, ManifestEntry
+from tierkv.core.prefill_rates import PrefillSample
 from tierkv.core.starts import LastEnd, Start, StartKind, Window
 from tierkv.wire.frames import encode
 from tierkv.wire.messages import (
@@ -64,6 +65,7 @@ from tierkv.wire.messages import (
     Pins,
     PinsReply,
     PinTier,
+    PrefillRow,
     Purge,
     PurgedGroup,
     PurgeReply,
@@ -72,6 +74,7 @@ from tierkv.wire.messages import (
     Release,
     Reply,
     ReportBad,
+    ReportPrefill,
     Request,
     Reserve,
     ReserveReply,
@@ -205,6 +208,7 @@ REQUESTS: tuple[Request, ...] = (
     ),
     Release(id=5, session=_TOKEN, grant=_GRANT, rank=1),
     ReportBad(id=6, session=_TOKEN, group=_GROUP, keys=_KEYS, first_bad=1),
+    ReportPrefill(id=60, session=_TOKEN, group=_GROUP, samples=(PrefillSample(2048, 4096, 0.25),)),
     Reserve(
         id=7,
         session=_TOKEN,
@@ -314,6 +318,7 @@ REPLIES: tuple[Reply, ...] = (
         ),
         tiers=(_TIER,),
         wear=NvmeWear(today_bytes=2**30, day_bytes=2**40, written_bytes=2**33, reused_tokens=12_345, waiting_extents=6),
+        prefill=(PrefillRow("11" * 32, "SmolLM2-135M", "bfloat16", "transformers", 1_250.5, 64),),
     ),
     StatusReply(
         id=12,

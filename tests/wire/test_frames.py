@@ -16,6 +16,7 @@ from tierkv.wire.frames import Malformed, decode_reply, decode_request, encode
 from tierkv.wire.messages import (
     MAX_BLOCKS,
     MAX_FRAME_BYTES,
+    MAX_PREFILL_SAMPLES,
     Error,
     ErrorCode,
     Match,
@@ -107,6 +108,34 @@ def test_a_reply_is_no_request() -> None:
 def test_a_value_outside_of_its_limits_names_the_field(change: dict[str, Any], field: str) -> None:
     error = error_of(pack(MATCH | change))
     assert (error.id, error.code, error.field) == (7, ErrorCode.INVALID, field)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seconds": float("nan")}, "seconds"),
+        ({"seconds": float("inf")}, "seconds"),
+        ({"seconds": -0.5}, "seconds"),
+        ({"seconds": 0.0}, "seconds"),
+        ({"seconds": 1e9}, "seconds"),
+        ({"tokens": 0}, "tokens"),
+        ({"tokens": 2**62}, "tokens"),
+        ({"first_token": -1}, "first_token"),
+        ({"first_token": 2**62}, "first_token"),
+    ],
+)
+def test_a_time_that_no_engine_can_have_needed_is_refused_by_name(change: dict[str, Any], field: str) -> None:
+    sample = {"tokens": 2_048, "first_token": 0, "seconds": 0.5} | change
+    report = {"type": "ReportPrefill", "id": 7, "group": bytes(32), "samples": [sample]}
+    error = error_of(pack(report))
+    assert (error.id, error.code, error.field) == (7, ErrorCode.INVALID, f"samples[0].{field}")
+
+
+@pytest.mark.parametrize("count", [0, MAX_PREFILL_SAMPLES + 1])
+def test_a_report_has_a_few_samples(count: int) -> None:
+    sample = {"tokens": 2_048, "first_token": 0, "seconds": 0.5}
+    report = {"type": "ReportPrefill", "id": 7, "group": bytes(32), "samples": [sample] * count}
+    assert error_of(pack(report)).field == "samples"
 
 
 def test_a_missing_field_is_named() -> None:

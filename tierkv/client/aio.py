@@ -414,6 +414,10 @@ class Group(GroupCore):
     async def report_bad(self, keys: bytes, first_bad: int) -> Reason | None:
         return await self._client._run(self._verbs.report_bad(self._record, keys, first_bad))
 
+    def report_prefill(self, *, tokens: int, first_token: int, seconds: float) -> None:
+        """As the blocking one."""
+        self._client._state.note_prefill(self._record, tokens, first_token, seconds)
+
     def reserve(
         self,
         tokens: TokenIds,

@@ -66,12 +66,16 @@ class AsyncLink:
             del self._waiting[request.id]
 
     def send_doubts(self) -> None:
-        def send(ending: Request) -> bool:
-            sent: asyncio.Future[Any] = asyncio.ensure_future(self._dealer.send(encode(ending), zmq.NOBLOCK))
-            return sent.done() and sent.exception() is None
-
         if not self._dealer.closed:
-            self._state.send_doubts(self.session, send)
+            self._state.send_doubts(self.session, self._send_at_once)
+
+    def send_prefills(self) -> None:
+        if not self._dealer.closed:
+            self._state.send_prefills(self.session, self._send_at_once)
+
+    def _send_at_once(self, message: Request) -> bool:
+        sent: asyncio.Future[Any] = asyncio.ensure_future(self._dealer.send(encode(message), zmq.NOBLOCK))
+        return sent.done() and sent.exception() is None
 
     async def close(self) -> None:
         self._wake_all()
@@ -168,6 +172,7 @@ class AsyncLinks:
             verb.close()
             if self._link is not None:
                 self._link.send_doubts()
+                self._link.send_prefills()
 
     async def close(self) -> None:
         self._closed = True

@@ -452,6 +452,13 @@ class Group(GroupCore):
         """Blocks of `keys` from `first_bad` on were loaded and can't be used: the node drops them. None when it has."""
         return self._client._run(self._verbs.report_bad(self._record, keys, first_bad))
 
+    def report_prefill(self, *, tokens: int, first_token: int, seconds: float) -> None:
+        """The engine has computed `tokens` tokens of a prompt, the first of which is at position `first_token`, in
+        `seconds`: from enough of these the node knows what a hit saves, whatever its settings say. Never waits and
+        never fails: it goes with some later call of this client, one message a second, and what can't be true (a clock
+        that was set back) or finds no room is dropped."""
+        self._client._state.note_prefill(self._record, tokens, first_token, seconds)
+
     def reserve(
         self,
         tokens: TokenIds,

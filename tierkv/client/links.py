@@ -112,6 +112,9 @@ class Link:
     def send_doubts(self) -> None:
         self._state.send_doubts(self.session, lambda ending: self._send(encode(ending)))
 
+    def send_prefills(self) -> None:
+        self._state.send_prefills(self.session, lambda report: self._send(encode(report)))
+
     def close(self) -> None:
         disconnect(self._dealer, self._connections)
         os.close(self._descriptor)
@@ -254,6 +257,7 @@ def drive(state: ClientState, pool: LinkPool, verb: Verb[T]) -> T:
         verb.close()
         if link is not None:
             link.send_doubts()
+            link.send_prefills()
             pool.give_back(link)
 
 

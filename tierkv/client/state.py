@@ -15,9 +15,13 @@ from pathlib import Path
 from tierkv.client.answers import Counters
 from tierkv.client.breaker import CircuitBreaker, Permit
 from tierkv.client.doubts import Doubts, Ending
+from tierkv.client.groups import GroupRecord
+from tierkv.client.prefill_reports import PrefillReports
 from tierkv.client.session import Refusal, Session, open_session
+from tierkv.core.prefill_rates import PrefillSample
 from tierkv.core.reasons import Reason
 from tierkv.errors import ForkedClient
+from tierkv.wire.messages import Request
 
 LOG_EVERY_SECONDS = 10.0
 
@@ -53,6 +57,7 @@ class ClientState:
         self._retired: list[Session] = []
         self._breaker = CircuitBreaker()
         self._doubts = Doubts()
+        self._prefills = PrefillReports()
         self._reasons: Counter[Reason] = Counter()
         self._calls = self._sessions_opened = self._stale = self._unreadable = 0
         self._logged_at = -LOG_EVERY_SECONDS
@@ -222,6 +227,27 @@ class ClientState:
                     return
                 self._doubts.sent(doubt, ending, now)
 
+    # ---- what engines tell of their prompts
+
+    def note_prefill(self, group: GroupRecord, tokens: int, first_token: int, seconds: float) -> None:
+        """To be sent with some later call, or never. What can't be is left out."""
+        sample = PrefillSample(int(tokens), int(first_token), float(seconds))  # whatever stands for a number
+        if sample.is_possible:
+            with self._lock:
+                self._prefills.add(group, sample)
+
+    def send_prefills(self, session: Session, send: Callable[[Request], bool]) -> None:
+        """Pass a report to `send` if one is due. One that it can't take is lost."""
+        now = self.clock()
+        if not self._prefills.is_due(now):
+            return
+        with self._lock:
+            report = self._prefills.take(session, self.next_id(), now)
+        if report is not None:
+            send(report)
+
+    # ---- what comes back, and connections
+
     def connection_lost(self, session: Session) -> None:
         """A connection of `session` has ended: what is in doubt under it is sent again without a wait."""
         if self._doubts:
@@ -229,11 +255,12 @@ class ClientState:
                 self._doubts.connection_lost(session)
 
     def note_other(self, request: int, *, readable: bool) -> None:
-        """A reply that nobody waits for: to the end of a grant in doubt, to a call that gave up, or noise."""
+        """A reply that nobody waits for: to the end of a grant in doubt, to a report, to a call that gave up, or
+        noise."""
         with self._lock:
             if not readable:
                 self._unreadable += 1
-            elif not self._doubts.answered(request):
+            elif not self._doubts.answered(request) and not self._prefills.answered(request):
                 self._stale += 1
 
     # ---- outside

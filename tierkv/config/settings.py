@@ -178,7 +178,7 @@ class Settings(BaseModel):
     prefill_tokens_per_second: PositiveNumber = _setting(
         12_000.0,
         "Tokens that an engine prefills in a second at the start of a prompt: what recomputing costs is reckoned "
-        "from it.",
+        "from it, until an engine of the model has told its own rate.",
         unit="tokens/second",
         topic="What stays",
     )

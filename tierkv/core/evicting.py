@@ -179,9 +179,8 @@ class _There:
 
     def _victim(self, extent: Extent, first: int, blocks: int, num_bytes: int, to: str) -> Victim:
         ledger = self.ledger
-        block_tokens = ledger.group_of(extent).block_tokens
-        first_token, tokens = extent.first_token + first * block_tokens, blocks * block_tokens
-        rate = ledger.limits.prefill_tokens_per_second
+        group = ledger.group_of(extent)
+        first_token, tokens = extent.first_token + first * group.block_tokens, blocks * group.block_tokens
         return Victim(
             group=extent.group,
             key=extent.block_key(first),
@@ -193,7 +192,7 @@ class _There:
             created=extent.created,
             last_used=extent.used_at(first),
             hits=extent.hits_at(first),
-            seconds=prefill_seconds(tokens, first_token, rate) if to == "dropped" else 0.0,
+            seconds=prefill_seconds(tokens, first_token, ledger.prefill_rate(group)) if to == "dropped" else 0.0,
         )
 
 

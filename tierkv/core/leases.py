@@ -12,7 +12,7 @@ from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.grants import Lease, LeaseReady, LeaseState, Part, Refused, Regretted, Segment, Waiting, path_blocks
 from tierkv.core.keys import count_keys, key_at, split_keys
-from tierkv.core.ledger import Ledger
+from tierkv.core.ledger import Group, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquire
 from tierkv.core.value.cost import prefill_seconds
@@ -92,7 +92,7 @@ class Leases:
         ledger.recent.note(record)
         path = _clip(path, allowed)
         if not path:
-            self._count_asked(asked * shape.block_tokens, 0)
+            self._count_asked(shape, asked * shape.block_tokens, 0)
             ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
             record.answer(0, 0, reason, now)
             return _empty_lease(grant, cached, reason)
@@ -178,7 +178,7 @@ class Leases:
         for stretch in ledger.ghosts.along(group, split_keys(keys, cached)):
             ghost = stretch.ghost
             ledger.asked_for(ghost, now)
-            seconds = prefill_seconds(ghost.tokens, ghost.first_token, ledger.limits.prefill_tokens_per_second)
+            seconds = prefill_seconds(ghost.tokens, ghost.first_token, ledger.prefill_rate(ledger.groups[group]))
             ledger.counts.regretted_tokens[ghost.reason] += ghost.tokens
             ledger.counts.regretted_seconds += seconds
             ledger.sizing.regretted(ghost, seconds, now)
@@ -255,9 +255,10 @@ class Leases:
         kept = _clip(lease.path, blocks)
         self._hold_only(lease, kept)
         lease.path = kept
-        tokens = ledger.groups[lease.group].block_tokens
+        group = ledger.groups[lease.group]
+        tokens = group.block_tokens
         nvme_blocks = max(0, blocks - lease.host_blocks)
-        self._count_asked(lease.asked_blocks * tokens, blocks * tokens)
+        self._count_asked(group, lease.asked_blocks * tokens, blocks * tokens)
         ledger.counts.hit_tokens["host"] += (blocks - nvme_blocks) * tokens
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
         if lease.shortened is not None:
@@ -284,10 +285,10 @@ class Leases:
         else:
             self._end(lease, Reason.GRANT_ENDED)
 
-    def _count_asked(self, asked_tokens: int, granted_tokens: int) -> None:
+    def _count_asked(self, group: Group, asked_tokens: int, granted_tokens: int) -> None:
         counts = self._ledger.counts
         counts.asked_tokens += asked_tokens
-        rate = self._ledger.limits.prefill_tokens_per_second
+        rate = self._ledger.prefill_rate(group)
         counts.asked_prefill_seconds += prefill_seconds(asked_tokens, 0, rate)
         counts.missed_prefill_seconds += prefill_seconds(asked_tokens - granted_tokens, granted_tokens, rate)
 

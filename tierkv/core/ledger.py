@@ -20,6 +20,7 @@ from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, split_keys
 from tierkv.core.live_sizing import LiveSizing
 from tierkv.core.pinned import Pinned
+from tierkv.core.prefill_rates import PrefillRate, PrefillRates, PrefillSample
 from tierkv.core.prefix_tree import PrefixTree
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquires, Refusals
@@ -59,7 +60,7 @@ class Limits:
     touch_seconds: float = 5.0
     revoke_after_seconds: float = 30.0
     retry_seconds: float = 1.0
-    prefill_tokens_per_second: float = 12_000.0  # of an engine, at the start of a prompt
+    prefill_tokens_per_second: float = 12_000.0  # at the start of a prompt, until an engine has told its own
     ghosts: int = 262_144  # most records of what was evicted
     policy: str = "density"  # one of PolicyName
     tuning: Tuning = AS_MEASURED  # of that one
@@ -83,7 +84,7 @@ class Group:
     block_tokens: int
     block_bytes: int
     slot_bytes: int
-    seconds_per_byte: float  # that a hit saves: of prefill at the start of a prompt
+    prefill: PrefillRate
     persistent: bool
     share: Share
     extents: int = 0
@@ -94,6 +95,11 @@ class Group:
     last_used: float = 0.0
     written_bytes: int = 0  # to NVMe, since this core began
     was_hit: bool = False  # a lease found something of it, since this core began
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """That a hit saves: of prefill at the start of a prompt, as ranks go by it."""
+        return self.block_tokens / (self.prefill.priced_tokens_per_second * self.slot_bytes * self.ranks)
 
     def file_bytes(self, num_blocks: int) -> int:
         """Upper bound of one rank's file: the header with its keys, checksums and tokens, then the blocks."""
@@ -161,6 +167,7 @@ class Ledger:
         self.pool = SlabPool(limits.host_bytes, limits.slab_bytes, generations, page_bytes=limits.page_bytes)
         self.tree = PrefixTree()
         self.groups: dict[bytes, Group] = {}
+        self._prefill_rates = PrefillRates(limits.prefill_tokens_per_second)
         self.sessions: dict[bytes, SessionState] = {}
         self.tickets: dict[bytes, TicketState] = {}
         self.leases: dict[bytes, LeaseState] = {}
@@ -200,15 +207,13 @@ class Ledger:
 
     def add_group(self, spec: GroupSpec) -> Group:
         layout = spec.identity.layout
-        slot_bytes = self.pool.slot_bytes(layout.total_block_bytes)
-        seconds = layout.block_tokens / self.limits.prefill_tokens_per_second
         group = self.groups[spec.group] = Group(
             spec=spec,
             ranks=spec.identity.parallel.shards,
             block_tokens=layout.block_tokens,
             block_bytes=layout.total_block_bytes,
-            slot_bytes=slot_bytes,
-            seconds_per_byte=seconds / (slot_bytes * spec.identity.parallel.shards),
+            slot_bytes=self.pool.slot_bytes(layout.total_block_bytes),
+            prefill=self._prefill_rates.of(spec.identity),
             persistent=spec.persistent and spec.identity.is_persistent,
             share=self.shares.of(spec),
         )
@@ -511,7 +516,13 @@ class Ledger:
 
     def prefill_rate(self, group: Group) -> float:
         """Tokens a second that an engine of this group computes at the start of a prompt."""
-        return self.limits.prefill_tokens_per_second
+        return group.prefill.tokens_per_second
+
+    def report_prefill(self, group: Group, samples: Iterable[PrefillSample]) -> None:
+        """An engine of this group has computed these."""
+        if group.prefill.report(samples):
+            for order in (*self.host_orders.values(), self.nvme_order):
+                order.repriced()
 
     def seconds_per_byte(self, extent: Extent) -> float:
         return self.group_of(extent).seconds_per_byte
@@ -519,7 +530,7 @@ class Ledger:
     def seconds_per_byte_at(self, extent: Extent, index: int) -> float:
         group = self.group_of(extent)
         position = extent.first_token + index * group.block_tokens
-        seconds = prefill_seconds(group.block_tokens, position, self.limits.prefill_tokens_per_second)
+        seconds = prefill_seconds(group.block_tokens, position, group.prefill.priced_tokens_per_second)
         return seconds / (group.slot_bytes * group.ranks)
 
     def prefix_tokens(self, extent: Extent, index: int) -> int:

@@ -186,3 +186,8 @@ class SharedOrder:
     def regretted(self, ghost: Ghost) -> None:
         self._known = None
         self._order(self._share_of(ghost.group)).regretted(ghost)
+
+    def repriced(self) -> None:
+        self._known = None
+        for order in (*self._orders.values(), self._new):
+            order.repriced()

@@ -84,7 +84,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """One start. `number` tells starts apart (milliseconds of node time); `group` (first digits) is an engine's only.
     `ready_seconds` after `began` the node served. `before` is what was usual in the life before. `heard` is when this
     record was last brought up to date. `ended`: the node stopped in order after that. `rate` is the
-    prefill_tokens_per_second in force."""
+    prefill_tokens_per_second in force, which counts until engines have told their own."""
 
     number: int
     kind: StartKind

@@ -10,7 +10,7 @@ its answer follows as a notice: perhaps among the effects of the same call, at i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 
 from tierkv.core import audit, evicting, warmup
@@ -62,6 +62,7 @@ from tierkv.core.keys import NO_EXTRAS
 from tierkv.core.leases import Leases
 from tierkv.core.ledger import Effect, Ledger, Limits, SessionState, open_namespace
 from tierkv.core.pins import PinnedTier, PinRefused, Pins, PinState
+from tierkv.core.prefill_rates import PrefillSample
 from tierkv.core.purge_scope import NotOne, What
 from tierkv.core.purges import Purges, PurgeState
 from tierkv.core.reasons import Reason
@@ -74,10 +75,12 @@ from tierkv.core.size_report import SizeReport
 from tierkv.core.tickets import Tickets
 from tierkv.core.usage import (
     GroupUsage,
+    PrefillUse,
     ShareUse,
     TierBytes,
     Wear,
     group_usage,
+    prefill_use,
     settled_bytes,
     share_use,
     tier_bytes,
@@ -227,6 +230,15 @@ class CacheState:
             if first < segment.blocks:
                 self._cascade.losses.condemn(segment.extent, first, Reason.REPORTED_BAD, now)
         return self._effects_after(now)
+
+    def report_prefill(self, group: bytes, samples: Iterable[PrefillSample]) -> None:
+        """An engine of this group has computed these: what a hit saves is reckoned from it."""
+        self._ledger.report_prefill(self._ledger.groups[group], samples)
+
+    def prefill_tokens_per_second(self, group: bytes) -> float:
+        """At the start of a prompt; what the settings say for a group that isn't known or was never measured."""
+        known = self._ledger.groups.get(group)
+        return self.limits.prefill_tokens_per_second if known is None else self._ledger.prefill_rate(known)
 
     @property
     def recent(self) -> RecentAcquires:
@@ -516,6 +528,9 @@ class CacheState:
 
     def usage(self) -> list[GroupUsage]:
         return group_usage(self._ledger)
+
+    def prefill_rates(self) -> list[PrefillUse]:
+        return prefill_use(self._ledger)
 
     def wear(self, now: float) -> Wear | None:
         """None on a node without an NVMe tier."""

@@ -108,6 +108,35 @@ def settled_bytes(ledger: Ledger, cascade: Cascade) -> dict[bytes, int]:
     return {key: group.nvme_bytes for key, group in ledger.groups.items() if key not in moving}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillUse:
+    """What a model's tokens are reckoned with, at the start of a prompt, where its engines use this layout: measured
+    from so many `samples`; 0: it is the setting."""
+
+    fingerprint: str
+    model_name: str
+    dtype: str
+    layout: str
+    tokens_per_second: float
+    samples: int
+
+
+def prefill_use(ledger: Ledger) -> list[PrefillUse]:
+    """One for each setup of engines, whatever tenants and adapters they serve."""
+    by_rate = {id(group.prefill): group for group in ledger.groups.values()}
+    return [
+        PrefillUse(
+            fingerprint=group.spec.identity.weights,
+            model_name=group.spec.model_name,
+            dtype=group.spec.identity.layout.dtype,
+            layout=group.spec.identity.layout.engine,
+            tokens_per_second=ledger.prefill_rate(group),
+            samples=group.prefill.samples if group.prefill.is_measured else 0,
+        )
+        for group in by_rate.values()
+    ]
+
+
 def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
     resident = sum(group.host_slots * group.slot_bytes for group in ledger.groups.values())
     tiers = [

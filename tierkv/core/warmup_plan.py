@@ -131,7 +131,7 @@ class WarmupPlan:
         self.extents += 1
         self.num_bytes += size
         rank = (
-            worth(extent, group, self._latest, self._ledger.limits.prefill_tokens_per_second),
+            worth(extent, group, self._latest, self._ledger.prefill_rate(group)),
             -extent.first_token,
             -self.extents,
         )

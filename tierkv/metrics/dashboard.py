@@ -120,6 +120,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     for share in (0.5, 0.95, 0.99)
                 ),
             ),
+            Panel(
+                title="Tokens a second that an engine computes", unit="short",
+                queries=((f"avg by (model) ({_of('prefill_tokens_per_second')})", "{{model}}"),),
+                about="At the start of a prompt: what the seconds of prefill are reckoned with.",
+            ),
         ),
     ),
     (

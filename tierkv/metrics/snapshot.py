@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
-from tierkv.core.usage import ShareUse, TierBytes, Wear
+from tierkv.core.usage import PrefillUse, ShareUse, TierBytes, Wear
 from tierkv.wire.messages import RecordingStatus
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -67,6 +67,7 @@ class Snapshot:
     tiers: tuple[TierBytes, ...] = ()
     pinned: tuple[PinnedTier, ...] = ()
     shares: tuple[ShareUse, ...] = ()
+    prefill: tuple[PrefillUse, ...] = ()
     pins: int = 0
     index_bytes: int = 0
     journal: JournalHealth = field(default_factory=JournalHealth)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierkv.core.pins import PinnedTier
-from tierkv.core.usage import TierBytes
+from tierkv.core.usage import PrefillUse, TierBytes
 from tierkv.metrics.snapshot import Latency, Snapshot
 
 PREFIX = "tierkv_"
@@ -45,6 +45,14 @@ def _by_tier(read: Callable[[TierBytes], int]) -> Callable[[Snapshot], Values]:
 
 def _by_pinned(read: Callable[[PinnedTier], int]) -> Callable[[Snapshot], Values]:
     return lambda snapshot: {(tier.tier,): read(tier) for tier in snapshot.pinned}
+
+
+def _by_model(read: Callable[[PrefillUse], float]) -> Callable[[Snapshot], Values]:
+    """Of a model that is served in several layouts the one that is known best."""
+    return lambda snapshot: {
+        (one.model_name, one.fingerprint[:12]): read(one)
+        for one in sorted(snapshot.prefill, key=lambda one: one.samples)
+    }
 
 
 def _missed(snapshot: Snapshot) -> float:
@@ -143,13 +151,22 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared(
         "asked_prefill_seconds_total", "counter", "seconds", (),
-        "What computing all tokens asked for would cost an engine, by prefill_tokens_per_second and their positions.",
+        "What computing all tokens asked for would cost an engine, by its rate and their positions.",
         _one(lambda s: s.core.asked_prefill_seconds),
     ),
     Declared(
         "missed_prefill_seconds_total", "counter", "seconds", (),
         "Of these, for tokens not granted. What is left was saved.",
         _one(lambda s: s.core.missed_prefill_seconds),
+    ),
+    Declared(
+        "prefill_tokens_per_second", "gauge", "tokens/second", ("model", "fingerprint"),
+        "What an engine computes at the start of a prompt: measured, or prefill_tokens_per_second until it is.",
+        _by_model(lambda one: one.tokens_per_second),
+    ),
+    Declared(
+        "prefill_samples", "gauge", "", ("model", "fingerprint"),
+        "Stretches of prompts that this is measured from; 0: it is the setting.", _by_model(lambda one: one.samples),
     ),
     Declared("granted_leases_total", "counter", "", (), "Leases granted.", _one(lambda s: s.core.leases)),
     Declared(

@@ -78,7 +78,7 @@ class Explaining:
         )
 
     def _hot(self, prefix: HotPrefix) -> HotPrefixRow:
-        at_the_start = prefix.saved_tokens / self._state.limits.prefill_tokens_per_second
+        at_the_start = prefix.saved_tokens / self._state.prefill_tokens_per_second(prefix.group)
         return HotPrefixRow(
             group=prefix.group,
             model_name=self._state.model_name(prefix.group),

@@ -1,4 +1,4 @@
-"""Requests of those who read: Match, Acquire, Release, ReportBad."""
+"""Requests of those who read: Match, Acquire, Release, ReportBad, ReportPrefill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierkv.node.front_sessions import SessionTable
 from tierkv.node.outbox import Outbox
 from tierkv.node.replies import empty_lease, lease_reply, strange_grant
 from tierkv.node.waiting import Asker
-from tierkv.wire.messages import Acquire, Done, Match, MatchReply, Release, Reply, ReportBad, Request
+from tierkv.wire.messages import Acquire, Done, Match, MatchReply, Release, Reply, ReportBad, ReportPrefill, Request
 
 
 class Reading:
@@ -26,6 +26,7 @@ class Reading:
             Acquire: self._acquire,
             Release: self._release,
             ReportBad: self._report_bad,
+            ReportPrefill: self._report_prefill,
         }
 
     def _match(self, request: Match, _asker: Asker, _now: float) -> Reply:
@@ -76,6 +77,10 @@ class Reading:
 
     def _report_bad(self, request: ReportBad, _asker: Asker, now: float) -> Reply:
         self._core.do(now, lambda: self._state.report_bad(request.group, request.keys, request.first_bad, now))
+        return Done(id=request.id)
+
+    def _report_prefill(self, request: ReportPrefill, _asker: Asker, _now: float) -> Reply:
+        self._core.look(lambda: self._state.report_prefill(request.group, request.samples))
         return Done(id=request.id)
 
     def tick(self, now: float) -> None:

@@ -23,7 +23,7 @@ from tierkv.node.core_calls import CoreCalls
 from tierkv.node.mover import NAME as STORAGE
 from tierkv.node.mover import SILENT_SECONDS
 from tierkv.node.outbox import Outbox
-from tierkv.wire.messages import NvmeWear, StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
+from tierkv.wire.messages import NvmeWear, PrefillRow, StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
 
 GATEWAY = "gateway"
 RECORDER = "recorder"
@@ -107,6 +107,7 @@ class Survey:
             rows=tuple(_usage_row(row) for row in self._state.usage()),
             tiers=self._tiers(),
             wear=NvmeWear(**asdict(wear)) if wear is not None else None,
+            prefill=tuple(PrefillRow(**asdict(row)) for row in self._state.prefill_rates()),
         )
 
     def snapshot(self, now: float) -> Snapshot:
@@ -129,6 +130,7 @@ class Survey:
             pinned=tuple(state.pinned_tiers()),
             pins=state.num_pins,
             shares=tuple(state.shares()),
+            prefill=tuple(state.prefill_rates()),
             index_bytes=health.index_bytes if health else 0,
             journal=health.journal if health else JournalHealth(),
             journal_dropped=self._core.journal.all_dropped(health.journal.dropped if health else {}),

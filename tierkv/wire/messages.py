@@ -20,6 +20,7 @@ from tierkv.core.eviction_report import Bucket, EvictionLine
 from tierkv.core.explanation import Asked, Namespace, Trace
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import Difference, GroupCount, ManifestEntry
+from tierkv.core.prefill_rates import PrefillSample
 from tierkv.core.starts import Start
 
 PROTOCOL_VERSION = 1
@@ -31,6 +32,7 @@ MAX_TEXT = 4_096
 MAX_NAME = 64
 MAX_EXPLAINED_TOKENS = 2**20  # whose ids are sent along with a question
 MAX_SALT = MAX_FRAME_BYTES
+MAX_PREFILL_SAMPLES = 64
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 GrantId = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -262,6 +264,14 @@ class ReportBad(Request, frozen=True, kw_only=True, tag=True):
         _whole("keys", self.keys, 32)
 
 
+class ReportPrefill(Request, frozen=True, kw_only=True, tag=True):
+    """What the engine needed to compute some of its prompts: the node reckons from it what a hit saves. It changes no
+    block and may be lost; a client sends one a second at most."""
+
+    group: Key
+    samples: Annotated[tuple[PrefillSample, ...], Meta(min_length=1, max_length=MAX_PREFILL_SAMPLES)]
+
+
 # ---- writing
 
 
@@ -454,12 +464,26 @@ class NvmeWear(msgspec.Struct, frozen=True):
     waiting_extents: int
 
 
+class PrefillRow(msgspec.Struct, frozen=True):
+    """What engines that serve a model in this layout compute at the start of a prompt, and costs are reckoned with:
+    measured from so many `samples` (see ReportPrefill), or 0 and it is the setting."""
+
+    fingerprint: str
+    model_name: str
+    dtype: str
+    layout: str
+    tokens_per_second: float
+    samples: int
+
+
 class UsageReply(Reply, frozen=True, kw_only=True, tag=True):
-    """One row a group, the tiers from the fastest on. `wear` is absent on a node without an NVMe tier."""
+    """One row a group, the tiers from the fastest on. `wear` is absent on a node without an NVMe tier. `prefill` has a
+    row for each model and layout."""
 
     rows: tuple[UsageRow, ...]
     tiers: tuple[TierUsage, ...]
     wear: NvmeWear | None = None
+    prefill: tuple[PrefillRow, ...] = ()
 
 
 class Usage(Request, frozen=True, kw_only=True, tag=True):
@@ -737,7 +761,8 @@ class EvictionRow(msgspec.Struct, frozen=True):
 
 class TopReply(Reply, frozen=True, kw_only=True, tag=True):
     """`queues`: reads, writes, leases and seals that wait. The hottest prefixes first, the latest evictions first.
-    `prefill_tokens_per_second` is what the savings in seconds are reckoned with, at the begin of a prompt."""
+    `prefill_tokens_per_second` is the setting: what savings in seconds are reckoned with, at the begin of a prompt,
+    where engines have not told their own (PrefillRow)."""
 
     now: float
     queues: dict[str, int]
@@ -1034,6 +1059,7 @@ AnyRequest = (
     | Acquire
     | Release
     | ReportBad
+    | ReportPrefill
     | Reserve
     | Commit
     | Abort

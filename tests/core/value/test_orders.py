@@ -170,6 +170,59 @@ def test_a_block_that_saves_more_for_its_bytes_stays() -> None:
     assert by_position.pop(10.0) is shallow
 
 
+class Priced(Flat):
+    """What one extent saves is another's several times over."""
+
+    def __init__(self) -> None:
+        self.prices: dict[Extent, float] = {}
+
+    def seconds_per_byte(self, extent: Extent) -> float:
+        return self.prices[extent]
+
+    def seconds_per_byte_at(self, extent: Extent, index: int) -> float:
+        return self.prices[extent]
+
+
+@pytest.mark.parametrize("policy", ["density", "gdsf"])
+def test_a_model_that_turns_out_to_be_slow_to_compute_stays(policy: str) -> None:
+    savings = Priced()
+    order = Density(Learnt({}), savings) if policy == "density" else order_of(policy, Hazards(), savings)()
+    slow, fast, other = extent_of(1, used=0.0, kind=2), extent_of(2, used=5.0), extent_of(3, used=5.0, kind=3)
+    savings.prices = {slow: 1.0, fast: 2.0, other: 50.0}
+    for extent in (slow, fast):
+        order.offer(extent, 0)
+    assert order.next_victim(10.0) is slow
+    savings.prices[slow] = 4.0
+    order.repriced()
+    order.offer(other, 0)
+    assert order.pop(10.0) is fast
+    assert order.pop(10.0) is slow
+
+
+def test_greedy_dual_reckons_a_million_anew_in_slices_with_the_clock_that_they_were_offered_at() -> None:
+    savings = Priced()
+    order = order_of("gdsf", Hazards(), savings)()
+    old = [extent_of(number) for number in range(100)]
+    savings.prices = dict.fromkeys(old, 1.0)
+    for extent in old:
+        order.offer(extent, 0)
+    gone = order.pop(1.0)  # the clock is at 1 now
+    late = extent_of(200)
+    savings.prices = dict.fromkeys([*old, late], 10.0)
+    order.repriced()
+    order.offer(late, 0)
+    changed = [extent for extent in old if extent is not gone]
+    for number in range(300, 320):
+        extent = extent_of(number)
+        savings.prices[extent] = 10.0
+        order.offer(extent, 0)
+    popped = []
+    while (cheapest := order.cheapest(2.0)) is not None and cheapest[1] <= 10.0:
+        popped.append(order.pop(2.0))
+    assert set(popped) == set(changed), "offered at 0, so worth 10; what came later 11"
+    assert late in order
+
+
 def test_greedy_dual_lets_what_is_hit_often_age() -> None:
     order = order_of("gdsf", Hazards(), Flat())()
     favourite = extent_of(0, hits=3)

@@ -79,3 +79,6 @@ class AdaptiveReplacement:
             self._target = min(self._target + step, float(sum(self._blocks.values())))
         else:
             self._target = max(0.0, self._target - step)
+
+    def repriced(self) -> None:
+        pass

@@ -121,9 +121,7 @@ class Density:
     def _choose(self, now: float) -> _Candidate | None:
         if self._version != self._hazards.version:
             self._version = self._hazards.version
-            self._choice = None
-            for queue in self._queues:
-                queue.candidates = [None] * len(queue.candidates)
+            self._forget_ranks()
         if self._choice is not None and now < self._choice_until:
             return self._choice
         choice = self._candidate(self._orphans, 0, now) if self._orphans.live else None
@@ -178,3 +176,12 @@ class Density:
 
     def regretted(self, ghost: Ghost) -> None:
         pass
+
+    def repriced(self) -> None:
+        """The heaps are by last use, whatever it is worth."""
+        self._forget_ranks()
+
+    def _forget_ranks(self) -> None:
+        self._choice = None
+        for queue in self._queues:
+            queue.candidates = [None] * len(queue.candidates)

@@ -45,6 +45,9 @@ class EvictionOrder(Protocol):
     def regretted(self, ghost: Ghost) -> None:
         """Blocks that went were asked for."""
 
+    def repriced(self) -> None:
+        """What a use saves is reckoned otherwise from now on: ranks follow."""
+
     def __contains__(self, extent: Extent) -> bool: ...
 
 
@@ -77,8 +80,11 @@ class FixedOrder:
         return extent in self._offers
 
     def offer(self, extent: Extent, index: int) -> None:
+        self._push(extent, self.key(extent, index))
+
+    def _push(self, extent: Extent, key: float) -> None:
         number = self._offers[extent] = next(self._numbers)
-        heapq.heappush(self._heap, (not extent.is_orphan, self.key(extent, index), number, extent))
+        heapq.heappush(self._heap, (not extent.is_orphan, key, number, extent))
         if len(self._heap) > 4 * len(self._offers) + 64:
             self._heap = [entry for entry in self._heap if self._offers.get(entry[3]) == entry[2]]
             heapq.heapify(self._heap)
@@ -114,4 +120,7 @@ class FixedOrder:
         return 0.0
 
     def regretted(self, ghost: Ghost) -> None:
+        pass
+
+    def repriced(self) -> None:
         pass
