@@ -74,6 +74,7 @@ class StandInGroup:
     away: bool = False
     pending: frozenset[int] = frozenset()  # blocks that somebody else is writing
     root: bytes = b""  # of a tenant's keys
+    prefills: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def key(self) -> bytes:
@@ -121,6 +122,10 @@ class StandInGroup:
         granted = free[: max(0, self.room_blocks - len(self.stored))]
         reason = Reason.NO_ROOM if len(granted) < len(free) else None if free == missing else Reason.PENDING
         yield StandInTicket(self, keys, bytes(count_keys(keys) - first_block), granted, reason)
+
+    def report_prefill(self, **told: Any) -> None:
+        self.meet("report_prefill")
+        self.prefills.append(told)
 
     def seal(
         self, tokens: Any = None, *, keys: bytes = b"", wait: str = "sealed", deadline_seconds: float = 1.0

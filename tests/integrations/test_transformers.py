@@ -106,6 +106,30 @@ def test_a_prompt_of_whole_blocks_leaves_the_last_one_to_compute(engine: Engine)
     assert engine.generate(tokens).use.reused_tokens == 80
 
 
+def test_what_computing_a_prompt_took_is_told_without_what_was_reused(engine: Engine) -> None:
+    tokens = prompt(300)
+    cold = engine.cache.prefill(tokens)
+    (told,) = engine.group.prefills
+    assert (told["tokens"], told["first_token"]) == (300, 0)
+    assert 0 < told["seconds"] <= cold.prefill_seconds
+    engine.generate(tokens)
+    assert len(engine.group.prefills) == 1, "a dozen tokens tell nothing"
+    longer = torch.cat([tokens[:, :160], prompt(280, seed=7)], dim=1)
+    warm = engine.generate(longer, count=3)
+    _, told = engine.group.prefills
+    assert (told["tokens"], told["first_token"]) == (280, 160)
+    assert 0 < told["seconds"] <= warm.time_to_first_token_seconds
+
+
+def test_a_fault_in_telling_is_nobody_s_concern(engine: Engine) -> None:
+    engine.group.failing["report_prefill"] = RuntimeError("a fault to order")
+    tokens = prompt(300)
+    result = engine.generate(tokens)
+    assert result.new_tokens == engine.plain(tokens)
+    assert result.use.fault == ""
+    assert result.use.stored_blocks == (300 + 8 - 1) // BLOCK
+
+
 def test_the_next_turn_reuses_the_answer_too(engine: Engine) -> None:
     first = engine.generate(prompt(90), count=40)
     turn = torch.cat([first.sequences, prompt(20, seed=9)], dim=1)

@@ -19,6 +19,7 @@ from tierkv.client import Group
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant
 from tierkv.integrations.connector.fence import Fence
+from tierkv.integrations.connector.prefill_clock import LEAST_TOKENS
 from tierkv.integrations.connector.prefix import Prefix
 from tierkv.integrations.connector.transfer import load_blocks, store_blocks
 from tierkv.integrations.kv_blocks import BlockShape, CacheDestination, CacheSource
@@ -73,6 +74,7 @@ class Request:
         self._prefix = Prefix(settings.group.key, self._shape.block_tokens, lambda begin, end: self._known[begin:end])
         self._bypassed = False
         self.tokens = tokens
+        self.loaded_at = 0.0
         self.cache = DynamicCache(config=settings.config)
         self.use = CacheUse(prompt_tokens=tokens.shape[1])
 
@@ -85,7 +87,8 @@ class Request:
         started = time.perf_counter()
         if not self._bypassed and not self._fenced("loading", self._load):
             self.cache = DynamicCache(config=self._settings.config)  # who knows how far the copy came
-        self.use.load_seconds = time.perf_counter() - started
+        self.loaded_at = time.perf_counter()
+        self.use.load_seconds = self.loaded_at - started
 
     def _load(self) -> None:
         use, block_tokens = self.use, self._shape.block_tokens
@@ -110,6 +113,17 @@ class Request:
         use.nvme_tokens = loaded.nvme_blocks * block_tokens
         use.host_tokens = use.reused_tokens - use.nvme_tokens
         use.loaded_bytes = loaded.blocks * self._shape.block_bytes
+
+    def computed(self, seconds: float) -> None:
+        """What of the prompt was not reused has been computed, in `seconds`: the node reckons with that."""
+        first_token = self.use.reused_tokens
+        tokens = self.use.prompt_tokens - first_token
+        if self._bypassed or tokens < LEAST_TOKENS:
+            return
+        report = self._settings.group.report_prefill
+        self._settings.fence.run(
+            "reporting", lambda: report(tokens=tokens, first_token=first_token, seconds=seconds), None
+        )
 
     def add_token(self, token: int) -> None:
         """The next one of the answer, whose KV the cache gets with the token behind it."""
@@ -194,6 +208,7 @@ class TokenWatch:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
             self._request.check_length()
+            self._request.computed(self.first_token_at - self._request.loaded_at)
             self._request.store()
         elif self._request.waiting_blocks >= self._store_every_blocks:
             self._request.store()

@@ -135,10 +135,11 @@ class PrefixCache:
         request = self._begin(check_tokens(input_ids), request_name)
         with torch.no_grad():
             logits = forward(self._model, request.tokens, request.cache)
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter()
+        request.computed(ended - request.loaded_at)
         request.store()
         request.seal()
-        return PrefillResult(cache=request.cache, logits=logits, prefill_seconds=seconds, use=request.use)
+        return PrefillResult(cache=request.cache, logits=logits, prefill_seconds=ended - started, use=request.use)
 
     def generate(self, input_ids: torch.Tensor, *, request_name: str = "", **options: Any) -> GenerateResult:
         """The library's `generate` with the same options, for one prompt, [tokens] or [1, tokens].

@@ -20,6 +20,7 @@ from tests.integrations.connector.living_node import LivingNode, wait_for
 from tests.integrations.vllm.engine import BLOCK_TOKENS, full_attention
 from tests.integrations.vllm.small_engine import SmallEngine
 from tests.integrations.vllm.test_supported import sliding
+from tierkv.client import Group, connect_operator
 from tierkv.core.reasons import Reason
 
 pytestmark = pytest.mark.timeout(400)  # beyond what is waited for within a test, however busy the machine is
@@ -93,6 +94,44 @@ def test_an_answer_is_stored_block_by_block_and_found_by_the_next_turn(engine: S
     engine.forget()
     assert len(turn) == 5 * BLOCK_TOKENS + TAIL
     assert engine.run("second", turn) == TAIL
+    clean(engine, node)
+
+
+def test_the_time_that_a_prompt_took_is_told_with_what_was_computed_of_it(
+    engine: SmallEngine, node: LivingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(Group, "report_prefill", lambda group, **one: told.append({"group": group.key} | one))
+    for module in ("connector.prefill_clock", "vllm.connector"):
+        monkeypatch.setattr(f"tierkv.integrations.{module}.LEAST_TOKENS", len(PROMPT) - BLOCK_TOKENS)
+    engine.run("cold", PROMPT, answer=3)
+    (cold,) = told
+    assert (cold["tokens"], cold["first_token"]) == (len(PROMPT), 0)
+    assert 0 < cold["seconds"] < 60
+    engine.wait_stored()
+    engine.forget()
+    longer = [*PROMPT[: 2 * BLOCK_TOKENS], *PROMPT]
+    assert engine.run("warm", longer) == len(PROMPT)
+    _, warm = told
+    assert (warm["tokens"], warm["first_token"]) == (len(PROMPT), 2 * BLOCK_TOKENS)
+    assert warm["group"] == cold["group"]
+    clean(engine, node)
+
+
+def test_what_is_told_of_prompts_reaches_the_node_and_is_what_costs_are_reckoned_with(
+    engine: SmallEngine, node: LivingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("connector.prefill_clock", "vllm.connector"):
+        monkeypatch.setattr(f"tierkv.integrations.{module}.LEAST_TOKENS", len(PROMPT))
+    monkeypatch.setattr("tierkv.core.prefill_rates.ENOUGH_TOKENS", len(PROMPT))
+    monkeypatch.setattr("tierkv.client.prefill_reports.EVERY_SECONDS", 0.0)
+    with connect_operator(node.directory) as operator:
+        for number in range(3):
+            engine.run(f"cold {number}", [number + 1, *PROMPT[1:]])
+        wait_for(lambda: operator.usage().prefill[0].samples > 0, "a prompt's time has been told")
+        (row,) = operator.usage().prefill
+        assert row.tokens_per_second != 12_000.0
+        assert engine.connector._scheduling._client.counters.stale_replies == 0
     clean(engine, node)
 
 

@@ -371,6 +371,11 @@ class PrefixScheduler:
 
     # ---- a step
 
+    def group_of(self, request: str) -> Group | None:
+        """None for a request that goes without the cache, or whose group the node hasn't been asked for yet."""
+        state = self._requests.get(request)
+        return None if state is None else self._groups.opened(state.group)
+
     def is_due(self, request: str, tokens: int) -> bool:
         """Whether a step behind which the KV of the request's first `tokens` tokens is there has something to store, so
         that `step` is to be told of it. Most steps add a token or two to a block that is not full."""
@@ -567,6 +572,9 @@ class _Groups:
 
     def leave(self, number: int) -> None:
         self._users[number] -= 1
+
+    def opened(self, number: int) -> Group | None:
+        return self._opened.get(number)
 
     def open(self, number: int) -> Group:
         """In any thread. Two threads may open it at once, which does no harm."""

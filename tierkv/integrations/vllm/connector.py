@@ -38,6 +38,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierkv.client import connect
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import NO_PAGE, GroupSpec, Pages, Plan, Report
+from tierkv.integrations.connector.prefill_clock import CHUNK_TOKENS, LEAST_TOKENS, Chunk, PrefillClock
 from tierkv.integrations.connector.scheduler import PrefixScheduler, Prompt, Scheduled, SchedulerSettings
 from tierkv.integrations.connector.worker import PrefixWorker
 from tierkv.integrations.vllm.adapters import Adapters
@@ -263,6 +264,7 @@ class SchedulerSide:
             self._fence,
         )
         self._say_hello(engine)
+        self._prefills = PrefillClock()
         self._requests: dict[str, Any] = {}  # those that use the cache, until they are finished
         self._bypassed: dict[str, int] = {}
         self._computing: set[str] = set()  # of the last step, until they are finished; also those without the cache
@@ -345,6 +347,7 @@ class SchedulerSide:
 
     def step(self, scheduler_output: Any) -> Plan:
         started = time.perf_counter()
+        self._begin_timing(scheduler_output, started)
         scheduled: list[Scheduled] = []
         try:  # and not by way of the fence's `run`: most steps end with what is found here
             scheduled = self._scheduled(scheduler_output)
@@ -391,8 +394,12 @@ class SchedulerSide:
         self._client.close()
 
     def take_numbers(self) -> dict[str, Any]:
-        """vLLM asks after every step. The time taken, which changes with each, is told with the rest or once a
-        second."""
+        """vLLM asks after every step, also an empty one, in the order in which they were planned. The time taken, which
+        changes with each, is told with the rest or once a second."""
+        try:
+            self._prefills.end(time.perf_counter())
+        except Exception as fault:  # noqa: BLE001 - as behind every fence
+            self._fence.caught("timing a step", fault)
         if not self._has_acted:
             return {}
         self._has_acted = False
@@ -402,6 +409,24 @@ class SchedulerSide:
             return {}
         self._told, self._seconds_told_at = told, now
         return self._differences.take(numbers_of_scheduler(counts, self._bypassed, faults))
+
+    def _begin_timing(self, scheduler_output: Any, now: float) -> None:
+        added, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
+        chunks: list[Chunk] = []
+        if total - len(added) >= LEAST_TOKENS - 1:  # in most steps there is a token for each request
+            chunks = self._fence.run("timing a step", lambda: self._chunks(scheduler_output), chunks)
+        self._prefills.begin(chunks, total, now)
+
+    def _chunks(self, scheduler_output: Any) -> list[Chunk]:
+        """Of prompts."""
+        added, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return [
+            Chunk(self._scheduler.group_of(name), before, added[name])
+            for name, before in computed
+            if added[name] >= CHUNK_TOKENS
+        ]
 
     def _scheduled(self, scheduler_output: Any) -> list[Scheduled]:
         """Of the step's requests those of which something is to be stored, as they will be behind it."""
