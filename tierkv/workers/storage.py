@@ -428,9 +428,12 @@ class StorageWorker:
 
     def _report(self, reports: Sequence[Report]) -> None:
         self._spoke = True
-        self._channel.send(reports, timeout_seconds=SEND_SECONDS)
+        send = partial(self._channel.send, reports, timeout_seconds=SEND_SECONDS)
         if any(isinstance(report, OpFailed) for report in reports):
+            self._watch.before_health(send)
             self._watch.wake()
+        else:
+            send()
 
     def _reconcile(self) -> None:
         self._reconciler.poke()

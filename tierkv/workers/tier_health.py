@@ -82,6 +82,7 @@ class HealthWatch:
         self._space = Space(0, 0, 0, 0)
         self._bytes_of: dict[Parts, int] = {}
         self._telling = threading.Lock()
+        self._seeing = threading.Lock()  # from a look at the gate until it is told
         self._was_closed: Closed | None = None
         self._periods = 0
         self._described_bytes = described_bytes(directory)
@@ -137,22 +138,29 @@ class HealthWatch:
     def tell(self) -> None:
         """Report what was seen last, with the gate as it is now: also while a look does not come back. From any
         thread; nothing before the first look."""
-        last, closed = self._last, self._gate.closed
-        if last is None:
-            return
-        self._log(closed)
-        health = msgspec.structs.replace(
-            last,
-            writable=closed is None,
-            reason=None if closed is None else closed.reason,
-            problem="" if closed is None else closed.problem,
-            errors=self._gate.errors,
-            last_error=self._gate.last_error,
-            readable=not self._gate.is_read_stuck,
-            read_problem=self._gate.read_problem,
-            index_problem=self._index_problem(),
-        )
-        self._report([health])
+        with self._seeing:
+            last, closed = self._last, self._gate.closed
+            if last is None:
+                return
+            self._log(closed)
+            health = msgspec.structs.replace(
+                last,
+                writable=closed is None,
+                reason=None if closed is None else closed.reason,
+                problem="" if closed is None else closed.problem,
+                errors=self._gate.errors,
+                last_error=self._gate.last_error,
+                readable=not self._gate.is_read_stuck,
+                read_problem=self._gate.read_problem,
+                index_problem=self._index_problem(),
+            )
+            self._report([health])
+
+    def before_health(self, send: Callable[[], None]) -> None:
+        """Send that something failed. What is told of the tier after it was seen after it: or one that was seen before
+        would say that all is well, and be taken for news."""
+        with self._seeing:
+            send()
 
     def _look(self) -> TierHealth:
         temp_bytes = self._folder_bytes((TEMP,))  # before the free space: what is written in between is then missing
