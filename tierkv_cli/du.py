@@ -22,9 +22,10 @@ BY = ("model", "adapter", "tenant", "group")
 @click.command(short_help="Show what takes how much room.")
 @click.option("--by", type=click.Choice(BY), default="model", show_default=True, help="What makes a line.")
 @click.option("--disk", is_flag=True, help="Also measure the files on disk, each of them, as `du` does.")
+@click.option("--scan", is_flag=True, help="Without a running node: count the files, instead of reading the journal.")
 @json_option
 @where_options
-def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
+def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> int:
     """Show what takes how much room, in memory and on disk.
 
     "unreachable" is what belongs to identities that no connected engine has open: of a model that isn't served now, or
@@ -36,11 +37,19 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
 
     The node tells what it has booked, and looks at no file for it. `--disk` looks: lengths of files, and what the disk
     gave for them, by what they are. It has to be said on the node's machine, by who may read its data directory.
+
+    Without a running node the data directory tells, by the balances of its journal, which takes the same time however
+    many files there are; the first line says as of when. `--scan` looks at each file instead. Exit code 4 where there
+    is no journal to read. A node that runs is recounted by `tierkv audit`.
     """
     from tierkv_cli.output import console, plain, print_json
     from tierkv_cli.reach import operator
 
     with operator(where) as node:
+        if not node.is_connected() and where.endpoint is None and where.settings().settings.data_dir is not None:
+            return _offline(where, by, disk=disk, scan=scan, as_json=as_json)
+        if scan:
+            raise click.UsageError("--scan is for a data directory without a running node; see `tierkv audit`")
         usage = node.usage()
         pinned = node.pins().tiers
         shares = node.shares().rows
@@ -60,7 +69,7 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
                 **({"disk": disk_as_object(on_disk)} if disk else {}),
             }
         )
-        return
+        return 0
     screen = console()
     for part in view(usage, lines, by, pinned):
         screen.print(part)
@@ -70,6 +79,34 @@ def command(*, where: Where, by: str, disk: bool, as_json: bool) -> None:
     if disk:
         screen.print("")
         screen.print(_disk_table(on_disk))
+    return 0
+
+
+def _offline(where: Where, by: str, *, disk: bool, scan: bool, as_json: bool) -> int:
+    from tierkv_cli import offline_du
+    from tierkv_cli.output import console, print_json
+    from tierkv_cli.progress import Meter
+    from tierkv_cli.reach import or_silent
+
+    settings = where.settings().settings
+    with or_silent(where), Meter("counting") as meter:
+        found = offline_du.usage_offline(
+            settings, scan=scan, progress=lambda done, total: meter.say("groups", done, total)
+        )
+    on_disk = measure_disk(str(settings.data_dir)) if disk else []
+    lines = aggregate(found.rows, by)
+    if as_json:
+        print_json(offline_du.as_object(found, lines, by) | ({"disk": disk_as_object(on_disk)} if disk else {}))
+        return 0
+    screen = console()
+    for part in offline_du.view(found, lines, by):
+        screen.print(part)
+    if disk:
+        screen.print("")
+        screen.print(_disk_table(on_disk))
+    for note in found.notes:
+        click.echo(f"tierkv: {note}", err=True)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,11 +282,11 @@ def _lines_table(lines: list[Line], by: str) -> RenderableType:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import ago, table
 
-    heads = _HEADS[by]
+    heads = HEADS[by]
     numbers = ("extents", "tokens", "memory", "nvme", "unreachable", "last used")
     shown = table(*heads, *numbers, numbers=numbers)
     for line in lines:
-        shown.add_row(*_labels(line, by), *_numbers(line, human_size), ago(line.last_used))
+        shown.add_row(*labels(line, by), *_numbers(line, human_size), ago(line.last_used))
     if len(lines) > 1:
         shown.add_section()
         summed = total(lines)
@@ -257,7 +294,7 @@ def _lines_table(lines: list[Line], by: str) -> RenderableType:
     return shown
 
 
-_HEADS = {
+HEADS = {
     "model": ("model", "fingerprint"),
     "adapter": ("model", "adapter"),
     "tenant": ("tenant",),
@@ -265,7 +302,7 @@ _HEADS = {
 }
 
 
-def _labels(line: Line, by: str) -> tuple[str, ...]:
+def labels(line: Line, by: str) -> tuple[str, ...]:
     names = line.names
     model = names.get("model") or _short(names.get("fingerprint", ""))
     adapter = names.get("adapter") or _short(names.get("adapter_fingerprint", ""))

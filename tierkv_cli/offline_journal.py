@@ -27,7 +27,7 @@ SECONDS_PER_DAY = 86_400.0
 
 
 @contextmanager
-def _locked(settings: Settings, *, read_only: bool) -> Iterator[DataDirectory]:
+def locked(settings: Settings, *, read_only: bool) -> Iterator[DataDirectory]:
     """Raises DataDirectoryInUse when a node has the lock after all, DataDirectoryError when there is nothing."""
     if settings.data_dir is None:
         raise DataDirectoryError("without a node there is only a data directory to look at; name one with --data-dir")
@@ -40,7 +40,7 @@ def _locked(settings: Settings, *, read_only: bool) -> Iterator[DataDirectory]:
 
 
 def evictions_offline(settings: Settings, seconds: float, *, by_prefix: bool) -> EvictionsReply:
-    with _locked(settings, read_only=True) as directory:
+    with locked(settings, read_only=True) as directory:
         now, scan = time.time(), Scan()
         try:
             journal = Journal(
@@ -91,7 +91,7 @@ def _labels(directory: DataDirectory, wanted: set[bytes]) -> Iterator[GroupLabel
 
 def audit_offline(settings: Settings, *, resolve: int, resolution: str) -> Iterator[AuditReply]:
     """Files only: what was in memory went with the node. Differences are put into the table, as a node does it."""
-    with _locked(settings, read_only=settings.read_only) as directory:
+    with locked(settings, read_only=settings.read_only) as directory:
         books = Books(
             directory,
             max_bytes=settings.journal_bytes,

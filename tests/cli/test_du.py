@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.cli.conftest import GIB, status, tier, usage_row
+from tests.storage.samples import Sample, path_of
+from tests.storage.test_books import other_tenants
+from tierkv.core.instructions import OpenNamespace
+from tierkv.core.journal import Account
+from tierkv.storage.books import Books
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.namespace import write_namespace
 from tierkv.wire.messages import NvmeWear, PrefillRow
 from tierkv_cli.du import BY, aggregate, total
 
@@ -137,3 +146,73 @@ def test_without_files_or_a_way_to_them_there_is_nothing_to_measure(tierkv, node
     assert outcome.code == 2
     assert str(tmp_path / "elsewhere") in outcome.err
     assert "disk" not in tierkv("du", "--json").json
+
+
+# ---- without a node
+
+
+@pytest.fixture
+def left(tmp_path, node):
+    """The data directory of a node that has ended: two groups, three files."""
+    node.is_there = False
+    samples = [Sample(seed=1), Sample(seed=2), other_tenants()]
+    with DataDirectory.open(tmp_path / "data") as directory:
+        books = Books(directory, max_bytes=2**20, max_age_seconds=1e9, now=time.time)
+        for sample in samples:
+            write_namespace(directory, OpenNamespace(group=sample.group, identity=sample.identity, model_name="llama"))
+            with books.writing(sample.name):
+                sample.write(directory)
+        books.close(in_order=True)
+    return tmp_path / "data", [path_of(directory, sample.name) for sample in samples]
+
+
+def test_without_a_node_the_journal_tells_and_no_file_is_looked_at(tierkv, left, monkeypatch):
+    data_dir, paths = left
+    sizes = [path.stat().st_size for path in paths]
+    paths[0].unlink()
+    monkeypatch.setattr("tierkv_cli.offline_du.files_of", None)
+    found = tierkv("du", "--by", "tenant", "--data-dir", str(data_dir), "--json").json
+    assert (found["source"], found["files"], found["total"]["nvme_bytes"]) == ("journal", None, sum(sizes))
+    assert {line["tenant"]: line["nvme_bytes"] for line in found["lines"]}[""] == sizes[0] + sizes[1]
+    assert abs(found["as_of"] - time.time()) < 600
+    out = tierkv("du", "--data-dir", str(data_dir)).out
+    assert "no node is running; the journal's balances as of " in out
+    assert "llama" in out
+
+
+def test_without_a_node_a_scan_counts_the_files(tierkv, left):
+    data_dir, paths = left
+    paths[0].unlink()
+    found = tierkv("du", "--scan", "--data-dir", str(data_dir), "--json").json
+    assert (found["source"], found["files"]) == ("scan", 2)
+    assert found["total"]["nvme_bytes"] == sum(path.stat().st_size for path in paths[1:])
+    outcome = tierkv("du", "--scan", "--disk", "--data-dir", str(data_dir))
+    assert "no node is running; 2 files counted now" in outcome.out
+    assert "on disk" in outcome.out
+
+
+def test_a_node_that_was_killed_leaves_a_note_of_what_was_moving(tierkv, left):
+    data_dir, _ = left
+    with DataDirectory.open(data_dir) as directory:
+        books = Books(directory, max_bytes=2**20, max_age_seconds=1e9, now=time.time)
+        books._begin(Sample(seed=9).name, Account.NVME, "")
+        books.close()
+    assert "1 files were being written or removed when the node ended" in tierkv("du", "--data-dir", str(data_dir)).err
+
+
+def test_without_a_journal_a_scan_is_offered(tierkv, node, tmp_path):
+    node.is_there = False
+    DataDirectory.open(tmp_path / "data").close()
+    outcome = tierkv("du", "--data-dir", str(tmp_path / "data"))
+    assert (outcome.code, "--scan counts its files" in outcome.err) == (4, True)
+    assert "nothing is on disk" in tierkv("du", "--scan", "--data-dir", str(tmp_path / "data")).out
+
+
+def test_a_scan_of_a_running_node_is_an_audit(tierkv, node):
+    outcome = tierkv("du", "--scan")
+    assert (outcome.code, "tierkv audit" in outcome.err) == (2, True)
+
+
+def test_without_a_node_and_a_directory_there_is_nobody_to_ask(tierkv, node):
+    node.is_there = False
+    assert tierkv("du").code == tierkv("du", "--endpoint", "/nowhere").code == 5

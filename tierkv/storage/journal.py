@@ -350,6 +350,11 @@ class Journal:
         return lost, last in lost
 
     @property
+    def written_at(self) -> float:
+        """When the last row was, by the file system's clock or the node's; 0.0 where there is none."""
+        return max((segment.last_at for segment in list(self._segments)), default=0.0)
+
+    @property
     def losses(self) -> tuple[str, ...]:
         """What the journal lacks, in words, as far as it is known. Waits for no write, as `num_bytes` does not."""
         torn = (END_WAS_DAMAGED,) if self.torn_bytes else ()

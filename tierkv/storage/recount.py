@@ -92,7 +92,7 @@ class _Recount:
             strays, foreign = Strays(), list[tuple[str, int]]()
             watched = self._books.watch(folder.group)
             try:
-                sizes = dict(_files(self._directory, folder, strays, foreign)) if folder.fingerprint else {}
+                sizes = dict(files_of(self._directory, folder, strays, foreign)) if folder.fingerprint else {}
             finally:
                 is_all = self._books.unwatch(watched)
             if is_all:
@@ -151,7 +151,7 @@ class _Recount:
         ]
 
 
-def _files(
+def files_of(
     directory: DataDirectory, folder: GroupFolder, strays: Strays, foreign: list[tuple[str, int]]
 ) -> Iterator[tuple[tuple[int, bytes], int]]:
     """((rank, key), length) of each file of the group."""
