@@ -158,7 +158,7 @@ _TIER = TierUsage(
 )
 
 _LEFT = Left(tier="nvme", reason="evicted", at=1.5, tokens=32, hits=2, last_used=0.5)
-_PIN = PinRow(
+PIN = PinRow(
     pin=_GRANT,
     owner="ann",
     fingerprint="11" * 32,
@@ -490,9 +490,9 @@ REPLIES: tuple[Reply, ...] = (
         evictions=(EvictionRow(4.5, _GROUP, "llama", "host", "nvme", "evicted", 2, 32, 4096),),
         prefill_tokens_per_second=12_000.0,
     ),
-    PinReply(id=30, row=_PIN),
-    UnpinReply(id=31, rows=(_PIN,)),
-    PinsReply(id=32, rows=(_PIN,), tiers=(PinnedTier("host", 3, 1, 2),), unreadable=1),
+    PinReply(id=30, row=PIN),
+    UnpinReply(id=31, rows=(PIN,)),
+    PinsReply(id=32, rows=(PIN,), tiers=(PinnedTier("host", 3, 1, 2),), unreadable=1),
     SharesReply(id=33, rows=(ShareRow("tenant:acme", "host", 1, 2),)),
     StartsReply(
         id=40,

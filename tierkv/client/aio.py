@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
-
-import msgspec
 
 from tierkv.client.aio_links import AsyncLinks
 from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
@@ -30,26 +27,22 @@ from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.operators import (
     PROGRESS_SECONDS,
-    RECORD_SECONDS,
-    RECORD_WAIT_SECONDS,
     PinWish,
     audit_step,
     cancel_job,
     evict_step,
     evictions_step,
     explain,
-    is_settled,
     new_job,
-    pin_step,
+    pin_until_settled,
     pins,
     purge_step,
     shares,
     starts,
     status,
-    still_there,
     this_user,
     top,
-    unpin_step,
+    unpin_until_settled,
     usage,
     verify_step,
     warmup_step,
@@ -238,23 +231,11 @@ class Operator:
             tier=tier,
             seconds=seconds,
         )
-        row = await self._run(pin_step(self._verbs, wish))
-        deadline = time.monotonic() + RECORD_WAIT_SECONDS
-        while not is_settled(row) and time.monotonic() < deadline:
-            await asyncio.sleep(RECORD_SECONDS)
-            row = await self._run(pin_step(self._verbs, wish))
-        return row
+        return await self._run(pin_until_settled(self._verbs, wish))
 
     async def unpin(self, *, pin: bytes | None = None, prefix: str | None = None) -> list[PinRow]:
         """As the blocking `unpin`."""
-        rows = {row.pin: row for row in await self._run(unpin_step(self._verbs, pin, prefix))}
-        deadline = time.monotonic() + RECORD_WAIT_SECONDS
-        while (waiting := still_there(rows.values())) and time.monotonic() < deadline:
-            await asyncio.sleep(RECORD_SECONDS)
-            for row in waiting:
-                again = await self._run(unpin_step(self._verbs, row.pin, None))
-                rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
-        return list(rows.values())
+        return await self._run(unpin_until_settled(self._verbs, pin, prefix))
 
     async def shares(self) -> SharesReply:
         return await self._run(shares(self._verbs))

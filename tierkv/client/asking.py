@@ -78,6 +78,10 @@ class Asking:
             raise ValueError(f"deadline_seconds: {seconds} is not in 0 .. 600")
         return Budget(seconds, self._state.clock() + seconds + GRACE_SECONDS)
 
+    def now(self) -> float:
+        """By the clock that deadlines are kept by."""
+        return self._state.clock()
+
     @property
     def problem(self) -> str:
         return self._state.problem

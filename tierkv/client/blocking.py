@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import msgspec
-
 from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.endpoint import find_endpoint, find_node_user
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
@@ -26,27 +24,23 @@ from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.links import LinkPool, drive
 from tierkv.client.operators import (
     PROGRESS_SECONDS,
-    RECORD_SECONDS,
-    RECORD_WAIT_SECONDS,
     PinWish,
     audit_step,
     cancel_job,
     evict_step,
     evictions_step,
     explain,
-    is_settled,
     new_job,
-    pin_step,
+    pin_until_settled,
     pins,
     purge_step,
     require_timeout,
     shares,
     starts,
     status,
-    still_there,
     this_user,
     top,
-    unpin_step,
+    unpin_until_settled,
     usage,
     verify_step,
     warmup_step,
@@ -257,24 +251,12 @@ class Operator:
             tier=tier,
             seconds=seconds,
         )
-        row = self._run(pin_step(self._verbs, wish))
-        deadline = time.monotonic() + RECORD_WAIT_SECONDS
-        while not is_settled(row) and time.monotonic() < deadline:
-            time.sleep(RECORD_SECONDS)
-            row = self._run(pin_step(self._verbs, wish))
-        return row
+        return self._run(pin_until_settled(self._verbs, wish))
 
     def unpin(self, *, pin: bytes | None = None, prefix: str | None = None) -> list[PinRow]:
         """End a pin by its id, or all of the prefix that ends with the block `prefix`. Returns what was pinned when its
         records are off the disk; a row that is `recorded` still says with its `reason` why it is not."""
-        rows = {row.pin: row for row in self._run(unpin_step(self._verbs, pin, prefix))}
-        deadline = time.monotonic() + RECORD_WAIT_SECONDS
-        while (waiting := still_there(rows.values())) and time.monotonic() < deadline:
-            time.sleep(RECORD_SECONDS)
-            for row in waiting:
-                again = self._run(unpin_step(self._verbs, row.pin, None))
-                rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
-        return list(rows.values())
+        return self._run(unpin_until_settled(self._verbs, pin, prefix))
 
     def shares(self) -> SharesReply:
         return self._run(shares(self._verbs))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from math import ceil
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ import zmq
 
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Connect, Silence, Tell, Verb
+from tierkv.client.steps import Connect, Pause, Silence, Tell, Verb
 from tierkv.client.watch import SessionWatch
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
@@ -242,6 +243,9 @@ def drive(state: ClientState, pool: LinkPool, verb: Verb[T]) -> T:
                 told = state.connect(step.until)
                 if isinstance(told, Session):
                     pool.watch(told)
+            elif isinstance(step, Pause):
+                time.sleep(step.seconds)
+                told = None
             else:
                 if link is None or link.session is not step.session:
                     link = pool.swap(link, step.session)

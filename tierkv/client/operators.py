@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from tierkv.client.asking import Failure
-from tierkv.client.steps import Verb
+from tierkv.client.steps import Pause, Verb
 from tierkv.client.verbs import Verbs, cut_name
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES
 from tierkv.core.reasons import Reason
@@ -186,6 +188,28 @@ def unpin_step(verbs: Verbs, pin: bytes | None, prefix: str | None) -> Verb[tupl
     return reply.rows
 
 
+def pin_until_settled(verbs: Verbs, wish: PinWish) -> Verb[PinRow]:
+    """Until its record is on disk, or it is said why not; for RECORD_WAIT_SECONDS at most."""
+    deadline = verbs.now() + RECORD_WAIT_SECONDS
+    row = yield from pin_step(verbs, wish)
+    while not (row.recorded or row.reason) and verbs.now() < deadline:
+        yield Pause(RECORD_SECONDS)
+        row = yield from pin_step(verbs, wish)
+    return row
+
+
+def unpin_until_settled(verbs: Verbs, pin: bytes | None, prefix: str | None) -> Verb[list[PinRow]]:
+    """Until the records are off the disk, or it is said why not; for RECORD_WAIT_SECONDS at most."""
+    deadline = verbs.now() + RECORD_WAIT_SECONDS
+    rows = {row.pin: row for row in (yield from unpin_step(verbs, pin, prefix))}
+    while (waiting := _still_there(rows.values())) and verbs.now() < deadline:
+        yield Pause(RECORD_SECONDS)
+        for row in waiting:
+            again = yield from unpin_step(verbs, row.pin, None)
+            rows[row.pin] = again[0] if again else msgspec.structs.replace(row, recorded=False)
+    return list(rows.values())
+
+
 def pins(verbs: Verbs) -> Verb[PinsReply]:
     return (yield from _insist(verbs, Pins, PinsReply))
 
@@ -194,12 +218,7 @@ def shares(verbs: Verbs) -> Verb[SharesReply]:
     return (yield from _insist(verbs, Shares, SharesReply))
 
 
-def is_settled(row: PinRow) -> bool:
-    """A pin that was asked for: it is on disk, or it is said why not."""
-    return row.recorded or bool(row.reason)
-
-
-def still_there(rows: Iterable[PinRow]) -> list[PinRow]:
+def _still_there(rows: Iterable[PinRow]) -> list[PinRow]:
     """Of those that were ended, whose record is still being removed."""
     return [row for row in rows if row.recorded and not row.reason]
 

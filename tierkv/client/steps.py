@@ -38,11 +38,18 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Let so much time go by. Told: nothing."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Silence:
     """No reply came. DEADLINE: the time was up. NODE_AWAY: the session ended while we waited."""
 
     reason: Reason
 
 
-Step = Connect | Ask | Tell
+Step = Connect | Ask | Tell | Pause
 Verb = Generator[Step, Any, T]
