@@ -1,9 +1,13 @@
-"""The data directory: made, checked and opened, and everything in it reached through its descriptor.
+"""A directory of tiers' files: made, checked and opened, and everything in it reached through its descriptor.
 
-    DATA/
+    DATA/           a node's own
       LOCK          the node's (made before anything else here; a directory with it alone counts as empty)
       FORMAT        store id and format version; made first, renamed into place last
       models/ tmp/ quarantine/ index/ digests/ purges/ pins/ journal/ starts/
+      disk-index/ disk-purges/       where there is, or was, a disk tier
+
+    DISK/           of the disk tier; nodes may share it, on one machine or through a file server
+      FORMAT models/ tmp/ quarantine/
 
 No path is ever followed through a symbolic link: directories are opened one component after the other, each with
 O_NOFOLLOW, relative to the one before. Directories are 0700 and files 0600 whatever the umask.
@@ -16,35 +20,56 @@ unflushed, for a process before it may have been killed in between.
 from __future__ import annotations
 
 import fcntl
-import itertools
 import logging
 import mmap
 import os
-import re
-import secrets
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
-from tierkv.storage.names import DIGESTS, INDEX, JOURNAL, MODELS, PINS, PURGES, QUARANTINE, STARTS, TEMP, Parts
-from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, open_root, read_or_make_stamp
+from tierkv.storage.names import (
+    DIGESTS,
+    DISK_INDEX,
+    DISK_PURGES,
+    INDEX,
+    JOURNAL,
+    MODELS,
+    PINS,
+    PURGES,
+    QUARANTINE,
+    STARTS,
+    TEMP,
+    Parts,
+)
+from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, Kind, open_root, read_or_make_stamp
 from tierkv.storage.system_calls import call
+from tierkv.storage.temp_folder import Cleared, TempFolder
 
-__all__ = ["DataDirectory", "Space", "Cleared", "PAGE_BYTES", "FOLDERS", "FORMAT", "LOCK", "DIRECT_REFUSED"]
+__all__ = [
+    "DataDirectory",
+    "Kind",
+    "Space",
+    "Cleared",
+    "PAGE_BYTES",
+    "FOLDERS",
+    "FOLDERS_OF",
+    "FORMAT",
+    "LOCK",
+    "DIRECT_REFUSED",
+]
 
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
 FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS, JOURNAL, STARTS)
+FOLDERS_OF = {Kind.DATA: FOLDERS, Kind.DISK: (MODELS, TEMP, QUARANTINE)}
+"""What is made at the start."""
+
 PROBE_SECONDS = 10.0
 DIRECT_REFUSED = ("EINVAL", "EOPNOTSUPP", "ENOTSUP")  # how file systems say that they don't take O_DIRECT
-
-_TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{8}-[0-9]+\.tmp")
 
 log = logging.getLogger(__name__)
 
@@ -59,39 +84,30 @@ class Space:
     total_inodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """Temp files that were removed and what they took on disk; those that somebody is writing, and entries of tmp/ that
-    are not ours, which were left."""
-
-    files: int
-    num_bytes: int
-    kept: int
-    foreign: int
-
-
-class _Kept(Enum):
-    """Why an entry of tmp/ was not removed."""
-
-    BY_ITS_WRITER = 1
-    AS_FOREIGN = 2
-
-
 class DataDirectory:
-    """An open data directory; `open` makes one. Safe to use from several threads. Close it: it owns descriptors
-    and the threads that hash beside reading and writing."""
+    """An open directory of either kind; `open` makes one. Safe to use from several threads. Close it: it owns
+    descriptors and the threads that hash beside reading and writing."""
 
-    def __init__(self, path: Path, root_fd: int, store_id: str, *, direct_io: bool, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        root_fd: int,
+        store_id: str,
+        *,
+        direct_io: bool,
+        read_only: bool = False,
+        kind: Kind = Kind.DATA,
+        owner: str = "",
+    ) -> None:
         self.read_only = read_only
+        self.kind = kind
         self.path = path
         self.store_id = store_id
         self._root_fd = root_fd
         self._direct_io = direct_io
         self.direct_problem = ""  # why it is off though the file system takes it
-        self._token = secrets.token_hex(4)  # a pid comes back after a reboot; this does not
-        self._temp_numbers = itertools.count()
+        self._temp = TempFolder(lambda: self.folder((TEMP,)), is_shared=self.is_shared, owner=owner)
         self._lock = threading.Lock()
-        self._temp_lock = threading.Lock()  # a temp file that is not locked yet must not be taken for an abandoned one
         self._flushed: set[Parts] = set()  # directories whose own entry is known to be durable
         self._waiting: dict[Parts, set[Parts]] = {}  # parent -> children that its next flush makes durable
         self._flushing: list[set[Parts]] = []  # the children that each flush covers which is going on
@@ -107,14 +123,17 @@ class DataDirectory:
         direct_io: bool = True,
         ours: bool = False,
         read_only: bool = False,
+        kind: Kind = Kind.DATA,
+        owner: str = "",
     ) -> DataDirectory:
-        """Open the data directory at `path`, making an absent or empty one unless `create` is false.
+        """Open the directory at `path`, making an absent or empty one unless `create` is false.
 
-        Hold its lock first when it may be made. `writable` proves by a file in tmp/ that it can be written to (a full
-        disk passes: reading goes on there) and whether O_DIRECT works; readers of headers do without. `ours`: its
-        folders may be there without FORMAT, for the caller has held it all the time. `read_only`: nothing below it is
-        ever changed through this object; what would do so does nothing or raises StorageError (read_only).
-        Raises DataDirectoryError, which says what is wrong with which path and what to do.
+        Of a data directory, hold the lock first when it may be made. Of a disk directory, `owner` tells this node's
+        temp files from those of others: 8 hexadecimal digits. `writable` proves by a file in tmp/ that it can be
+        written to (a full disk passes: reading goes on there) and whether O_DIRECT works; readers of headers do
+        without. `ours`: its folders may be there without FORMAT, for the caller has held it all the time. `read_only`:
+        nothing below it is ever changed through this object; what would do so does nothing or raises StorageError
+        (read_only). Raises DataDirectoryError, which says what is wrong with which path and what to do.
         """
         path = Path(path).absolute()
         create, writable = create and not read_only, writable and not read_only
@@ -122,9 +141,11 @@ class DataDirectory:
             root_fd = open_root(path, create=create)
             try:
                 stamp = read_or_make_stamp(
-                    path, root_fd, create=create, ours=frozenset(FOLDERS) if ours else frozenset()
+                    path, root_fd, create=create, kind=kind, ours=frozenset(FOLDERS_OF[kind] if ours else ())
                 )
-                directory = cls(path, root_fd, stamp.store, direct_io=direct_io, read_only=read_only)
+                directory = cls(
+                    path, root_fd, stamp.store, direct_io=direct_io, read_only=read_only, kind=kind, owner=owner
+                )
                 directory._check_folders(create=create)
                 if writable:
                     directory._prove_writable()
@@ -149,6 +170,17 @@ class DataDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other nodes may put files here, and remove them, at any time."""
+        return self.kind is Kind.DISK
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """What may lie in the root and is ours."""
+        names = {*FOLDERS_OF[self.kind], FORMAT}
+        return frozenset(names if self.is_shared else names | {LOCK, DISK_INDEX, DISK_PURGES})
 
     # ---- reaching things
 
@@ -211,65 +243,33 @@ class DataDirectory:
 
     # ---- temp files
 
+    def new_temp_name(self) -> str:
+        return self._temp.new_name()
+
     def create_temp(self, *, direct: bool) -> tuple[str, int]:
         """A new file in tmp/: its name, and a descriptor for writing (`direct`: with O_DIRECT where that works). It is
         locked for as long as it is open: that is how others know that its writer lives."""
         if self.read_only:
             raise StorageError("open", "EROFS", Reason.READ_ONLY, f"{self.path} is used read only")
-        name = f"{os.getpid()}-{self._token}-{next(self._temp_numbers)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self.folder((TEMP,)) as folder_fd, self._temp_lock:
-            fd = call("open", os.open, name, flags, 0o600, dir_fd=folder_fd)
+        name, fd = self._temp.create()
+        if direct:
             try:
-                call("flock", fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                call("fchmod", os.fchmod, fd, 0o600)
-                if direct:
-                    self.use_direct(fd)
+                self.use_direct(fd)
             except BaseException:
                 os.close(fd)
-                os.unlink(name, dir_fd=folder_fd)
+                self._temp.remove(name)
                 raise
         return name, fd
 
     def remove_temp(self, name: str) -> None:
         """Unlink a temp file; one that is gone is fine."""
-        try:
-            with self.folder((TEMP,)) as folder_fd:
-                call("unlink", os.unlink, name, dir_fd=folder_fd)
-        except StorageError as error:
-            if error.errno_name != "ENOENT":
-                raise
+        self._temp.remove(name)
 
     def clear_temp(self) -> Cleared:
         """Remove the temp files of dead writers, and what this process could not remove when it should have. Call it
-        with the lock held; an engine may be writing one, for it remembers digests here. What has not a name that we
-        give is left and counted."""
-        files = num_bytes = kept = foreign = 0
-        if self.read_only:
-            return Cleared(0, 0, 0, 0)
-        with self.folder((TEMP,)) as folder_fd:
-            for name in call("listdir", os.listdir, folder_fd):
-                found = self._clear_one_temp(folder_fd, name)
-                if isinstance(found, int):
-                    files += 1
-                    num_bytes += found
-                kept += found is _Kept.BY_ITS_WRITER
-                foreign += found is _Kept.AS_FOREIGN
-        return Cleared(files, num_bytes, kept, foreign)
-
-    def _clear_one_temp(self, folder_fd: int, name: str) -> int | _Kept:
-        """The bytes that it took, or why it is still there. One that its writer renames meanwhile is not."""
-        try:
-            found = call("stat", os.stat, name, dir_fd=folder_fd, follow_symlinks=False)
-            if not _TEMP_NAME.fullmatch(name) or not stat.S_ISREG(found.st_mode):
-                return _Kept.AS_FOREIGN
-            with self._temp_lock:
-                removed = _remove_if_abandoned(folder_fd, name)
-        except StorageError as error:
-            if error.errno_name != "ENOENT" or name in call("listdir", os.listdir, folder_fd):
-                raise
-            return _Kept.BY_ITS_WRITER
-        return found.st_blocks * 512 if removed else _Kept.BY_ITS_WRITER
+        with the lock held, where there is one; an engine may be writing one, for it remembers digests here. Those of
+        other nodes go when they are old."""
+        return Cleared(0, 0, 0, 0) if self.read_only else self._temp.clear()
 
     # ---- O_DIRECT, remembered
 
@@ -382,7 +382,7 @@ class DataDirectory:
 
     def _check_folders(self, *, create: bool) -> None:
         device = call("fstat", os.fstat, self._root_fd).st_dev
-        for name in FOLDERS:
+        for name in FOLDERS_OF[self.kind]:
             try:
                 with self.folder((name,), create=create) as fd:
                     elsewhere = call("fstat", os.fstat, fd).st_dev != device
@@ -395,7 +395,7 @@ class DataDirectory:
             if elsewhere and name in (MODELS, TEMP, QUARANTINE):
                 raise DataDirectoryError(
                     f"{self.path / name} is on another file system than {self.path}: files are renamed between them,"
-                    " so mount the whole data directory there"
+                    f" so mount the whole {self.kind} directory there"
                 )
 
     def _prove_writable(self) -> None:
@@ -465,22 +465,6 @@ class _Probe:
             self._changed.notify()
             if self._is_late:
                 self._clear()
-
-
-def _remove_if_abandoned(folder_fd: int, name: str) -> bool:
-    """Unlink a temp file unless its writer has it open. In the moment after it was made it may not be locked yet: then
-    its writer can't rename it, and says so."""
-    fd = call("open", os.open, name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
-    try:
-        call("flock", fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        call("unlink", os.unlink, name, dir_fd=folder_fd)
-    except StorageError as error:
-        if error.errno_name != "EAGAIN":
-            raise
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 def _status(path: str | Path, dir_fd: int | None) -> os.stat_result | None:

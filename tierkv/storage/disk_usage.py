@@ -17,6 +17,8 @@ from pathlib import Path
 
 from tierkv.storage.names import (
     DIGESTS,
+    DISK_INDEX,
+    DISK_PURGES,
     INDEX,
     JOURNAL,
     MODELS,
@@ -37,6 +39,8 @@ BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own
 
 _OF_A_FOLDER = {
     INDEX: "index",
+    DISK_INDEX: "index",
+    DISK_PURGES: "descriptions",
     QUARANTINE: "quarantine",
     TEMP: "temporary",
     DIGESTS: "digests",

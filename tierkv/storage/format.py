@@ -343,6 +343,27 @@ what the header promises, and verifies each block against its checksum before th
 {", ".join(map(str, sorted(READERS)))}. A file whose header is intact and of another version, or whose codec is not
 known, is left alone. Every other deviation is damage: the file goes to `quarantine/`.
 
+## The directories
+
+A data directory is one node's: `FORMAT`, `LOCK`, `models/`, `tmp/`, `quarantine/`, and what the node keeps for itself
+(`index/`, `digests/`, `purges/`, `pins/`, `journal/`, `starts/`). A directory of the disk tier has `FORMAT`, `models/`,
+`tmp/` and `quarantine/` alone. Files, names, `identity.json` and `model.json` are the same in both. `FORMAT` says which
+of the two it is: `"kind": "data"` (or nothing) or `"kind": "disk"`.
+
+Nodes may share a disk directory, so there is no lock in it, and:
+
+- `FORMAT` is made by the node that is first: the others find it there;
+- a temp file is named `<node>-<pid>-<token>-<number>.tmp` and is locked while it is open. A node removes its own, and
+  those of others when they are an hour old and nobody holds them;
+- a file is named by its first block. One that begins with the blocks that a node wants to put there is left as it is;
+  one that ends earlier is replaced; one that goes on otherwise stays, and the node does without. So a reader that finds
+  other blocks than it looks for has met another node's file, which is right: it is not moved to `quarantine/`;
+- when a file was used last is its mtime, which each node that uses it sets, at most every ten minutes. A node that
+  evicts looks at it first, takes the file to `tmp/`, looks again, and puts it back if somebody has used it since.
+
+What a node knows about a disk directory is kept in its own data directory: `disk-index/` (rows as in `index/`, and
+which directory it was), and `disk-purges/` (purges that the disk directory is still to be swept for).
+
 {journal_segment.document()}"""
 
 

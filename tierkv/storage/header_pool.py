@@ -135,7 +135,7 @@ class HeaderPool:
 
     def _start(self) -> None:
         self._num_started += 1
-        command = [sys.executable, *READER_COMMAND, str(self._directory.path)]
+        command = [sys.executable, *READER_COMMAND, str(self._directory.path), self._directory.kind]
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:  # no memory, or no descriptors: fewer processes do the same

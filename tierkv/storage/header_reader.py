@@ -1,7 +1,7 @@
 """Reading many headers: the work of one process of several, and what it says about each file.
 
-`python -m tierkv.storage.header_reader DATA_DIR` takes jobs on its standard input and answers each on its standard
-output, both as u32 length | MessagePack. It ends at the end of its input. It writes nothing to the data directory.
+`python -m tierkv.storage.header_reader DIRECTORY KIND` takes jobs on its standard input and answers each on its
+standard output, both as u32 length | MessagePack. It ends at the end of its input. It writes nothing to the directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierkv.core.instructions import ExtentRow
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, StorageError, UnknownFormat
-from tierkv.storage.directory import PAGE_BYTES, DataDirectory
+from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Kind
 from tierkv.storage.extent_header import check_name, load_extent, open_regular
 from tierkv.storage.format import decode_intact
 from tierkv.storage.index_row import IndexedFile, Namespace
@@ -157,10 +157,10 @@ def _read_frame(stream: BinaryIO) -> bytes | None:
     return body if len(body) == num_bytes else None
 
 
-def main(path: str) -> None:
+def main(path: str, kind: Kind) -> None:
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
     decode = msgspec.msgpack.Decoder(HeaderJob).decode
-    with DataDirectory.open(path, create=False, writable=False) as directory:
+    with DataDirectory.open(path, create=False, writable=False, kind=kind) as directory:
         while (body := _read_frame(jobs)) is not None:
             answers.write(encode_frame(read_headers(directory, decode(body))))
             answers.flush()
@@ -168,6 +168,6 @@ def main(path: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        main(sys.argv[1], Kind(sys.argv[2]))
     except BrokenPipeError:
         os._exit(0)  # whoever asked is gone

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
-from tierkv.storage.directory import FOLDERS, FORMAT, LOCK, DataDirectory
+from tierkv.storage.directory import DataDirectory
 from tierkv.storage.index_row import Namespace
 from tierkv.storage.names import EXTENT_SUFFIX, MAX_RANK, MODELS, Parts, group_parts, model_parts
 from tierkv.storage.namespace import IDENTITY_FILE, MODEL_FILE
+from tierkv.storage.stamp import is_new_stamp
 from tierkv.storage.system_calls import call
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,4}")
 _SHELF = re.compile(r"[0-9a-f]{2}")
 _EXTENT = re.compile(rf"[0-9a-f]{{64}}{re.escape(EXTENT_SUFFIX)}")
-_IN_ROOT = {*FOLDERS, FORMAT, f"{FORMAT}.new", LOCK, "lost+found"}
+_LOST_AND_FOUND = "lost+found"
 
 
 _PROBLEMS_KEPT = 20
@@ -56,7 +57,8 @@ class GroupFolder:
 def count_foreign_in_root(directory: DataDirectory, strays: Strays) -> None:
     try:
         with directory.folder(()) as root_fd:
-            strays.foreign += len(set(call("listdir", os.listdir, root_fd)) - _IN_ROOT)
+            others = set(call("listdir", os.listdir, root_fd)) - directory.own_names - {_LOST_AND_FOUND}
+            strays.foreign += sum(not is_new_stamp(name) for name in others)
     except StorageError as error:
         strays.note(error, ())
 
