@@ -14,6 +14,7 @@
     |   `-- WeightsChanged       a weight file changed while it was hashed or loaded
     |-- LayoutMismatch           declared layout and real buffers differ; names the field
     |-- DamagedFile              a .kv file is not what its header or the tree says
+    |   `-- OtherExtent          right in itself, and not the extent that was looked for
     |-- UnknownFormat            a file or directory of a newer format: left alone
     |-- UnsupportedModel         an integration refuses a model it can't serve rightly
     |-- UnsupportedEngine        an integration refuses an engine, its version or its settings; says what to do
@@ -103,6 +104,10 @@ class DamagedFile(TierkvError):
         self.reason = reason
         self.problem = problem
         self.valid_blocks = valid_blocks
+
+
+class OtherExtent(DamagedFile):
+    pass
 
 
 class UnknownFormat(TierkvError):

@@ -17,10 +17,10 @@ import msgspec
 from blake3 import blake3
 
 from tierkv.core.identity import Identity
-from tierkv.core.instructions import Read, Write
+from tierkv.core.instructions import Demote, Read, Write
 from tierkv.core.keys import count_keys
 from tierkv.core.reasons import Reason
-from tierkv.errors import BrokenInvariant, DamagedFile, ForeignFile, StorageError, UnknownFormat
+from tierkv.errors import BrokenInvariant, DamagedFile, ForeignFile, OtherExtent, StorageError, UnknownFormat
 from tierkv.storage import transfer
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory
 from tierkv.storage.extent_header import (
@@ -61,6 +61,8 @@ __all__ = [
     "Verified",
     "remove_extent",
     "unlink_extent",
+    "require_ours",
+    "check_expected",
     "remove_if_empty",
 ]
 
@@ -69,10 +71,12 @@ Deviation = StorageError | DamagedFile | UnknownFormat | ForeignFile
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """`file_bytes` lie under the extent's name; `flush` are the directories whose flush makes that durable."""
+    """`file_bytes` lie under the extent's name, and hold the blocks of `keys`; `flush` are the directories whose flush
+    makes that durable."""
 
     file_bytes: int
     flush: tuple[Parts, ...]
+    keys: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ def write_extent(
             reached("temp_written")
             size = payload.offset
             reached("before_rename")
-            temp.publish(name.folder, name.file, refuse=lambda folder_fd: _require_ours(folder_fd, name.file))
+            temp.publish(name.folder, name.file, refuse=lambda folder_fd: require_ours(folder_fd, name.file))
             reached("renamed")
     except StorageError as error:
         return _write_failure(directory, error)
@@ -156,7 +160,7 @@ def write_extent(
         return Failure(Reason.UNKNOWN_FORMAT, "rename", "", f"{name} is of another version and was left: {error}")
     except ForeignFile as error:
         return Failure(Reason.IO_ERROR, "rename", "", f"{name}: {error}")
-    return WrittenFile(size, directory.unflushed(name.folder))
+    return WrittenFile(size, directory.unflushed(name.folder), write.keys)
 
 
 def _header_of(write: Write, identity: Identity) -> Header:
@@ -214,7 +218,7 @@ def _slots(arena: memoryview, offsets: list[int], block_bytes: int) -> list[memo
     return [arena[offset : offset + size] for offset in offsets]
 
 
-def _require_ours(folder_fd: int, file: str) -> None:
+def require_ours(folder_fd: int, file: str) -> None:
     """Nothing there, or a file of a version we know, or one that is damaged or can't be read, may be replaced or
     removed. Raises UnknownFormat or ForeignFile for the rest."""
     try:
@@ -252,12 +256,14 @@ def read_blocks(
             extent = load_extent(fd, found)
             header = extent.header
             check_name(header, name)
-            _check_expected(header, read, identity)
+            check_expected(header, read, identity)
             start = extent.header_bytes + read.first * header.stored_block_bytes
             wanted = _digests(header, read.first, len(slots))
             payload = BlockFile(directory, fd, start)
             valid, problem = transfer.read_blocks(payload, [[slot] for slot in slots], wanted, directory.hashers)
             overcome = Failure.of(payload.overcome) if payload.overcome is not None else None
+    except OtherExtent as error:  # where nodes share the files, it is another one's
+        return ReadOutcome(0, Reason(error.reason), error.problem, damaged=not directory.is_shared)
     except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
         return _outcome(0, error, None)
     return _outcome(valid, problem, header, overcome)
@@ -320,7 +326,7 @@ def remove_extent(directory: DataDirectory, name: ExtentName) -> bool:
 def unlink_extent(folder_fd: int, file: str) -> bool:
     """`remove_extent` for who has the folder open; nothing is flushed. Raises StorageError, ENOENT among them."""
     try:
-        _require_ours(folder_fd, file)
+        require_ours(folder_fd, file)
     except (UnknownFormat, ForeignFile):
         return False
     call("unlink", os.unlink, file, dir_fd=folder_fd)
@@ -339,7 +345,8 @@ def remove_if_empty(parent_fd: int, name: str) -> None:
 # ---- parts of reading
 
 
-def _check_expected(header: Header, read: Read, identity: Identity | None) -> None:
+def check_expected(header: Header, read: Read | Demote, identity: Identity | None) -> None:
+    """Raises DamagedFile for what can't be in a file of that group, OtherExtent for another one than was meant."""
     layout: list[tuple[str, object, object]] = [
         ("block_tokens", header.block_tokens, read.block_tokens),
         ("block_bytes", header.block_bytes, read.block_bytes),
@@ -351,11 +358,11 @@ def _check_expected(header: Header, read: Read, identity: Identity | None) -> No
         if found != wanted:
             raise DamagedFile(Reason.LAYOUT_MISMATCH, f"{what}: the file has {found!r}, the group {wanted!r}")
     if header.parent != read.parent or header.first_token != read.first_token:
-        raise DamagedFile(
+        raise OtherExtent(
             Reason.KEY_MISMATCH, f"position: the file follows another block, at token {header.first_token}"
         )
     if not header.keys.startswith(read.keys):
-        raise DamagedFile(Reason.KEY_MISMATCH, "keys: the file holds other blocks than the tree says")
+        raise OtherExtent(Reason.KEY_MISMATCH, "keys: the file holds other blocks than the tree says")
 
 
 def _digests(header: Header, first: int, count: int) -> list[bytes]:

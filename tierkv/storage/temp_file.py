@@ -10,6 +10,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, StorageError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.names import TEMP, Parts
+from tierkv.storage.stamp import NO_LINKS
 from tierkv.storage.system_calls import call
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,25 @@ class TempFile:
             else:
                 self._name = None
                 return
+
+    def publish_new(self, folder: Parts, file: str) -> bool:
+        """Like `publish`, and False when something has that name by now. Where a file can't have two names for a
+        moment, what was put there in the last one is replaced. Raises StorageError."""
+        if self._name is None:
+            raise BrokenInvariant("a temp file is published once")
+        try:
+            with (
+                self._directory.folder(folder, create=True) as folder_fd,
+                self._directory.folder((TEMP,)) as temp_fd,
+            ):
+                call("link", os.link, self._name, file, src_dir_fd=temp_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+        except StorageError as error:
+            if error.errno_name == "EEXIST":
+                return False
+            if error.errno_name not in NO_LINKS and error.errno_name != "ENOENT":
+                raise
+            self.publish(folder, file)
+        return True  # its first name goes at the end of the block
 
 
 def write_small_file(directory: DataDirectory, folder: Parts, file: str, content: bytes) -> None:

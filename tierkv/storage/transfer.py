@@ -166,6 +166,40 @@ def read_blocks(
     return valid + more, problem
 
 
+def copy_blocks(
+    source: BlockFile, target: BlockFile, num_blocks: int, block_bytes: int, hashers: Executor
+) -> list[bytes]:
+    """Copy `num_blocks` blocks of `block_bytes`, which is a multiple of 4 KiB; the digests of what was read. Raises
+    StorageError, and DamagedFile where the source ends too early."""
+    hasher = BlockHasher()
+    beside = _Beside(hashers, hasher)
+    buffer = mapped_pages(min(PIECE_BYTES, num_blocks * block_bytes))
+    try:
+        for piece in _cut_stream(buffer, num_blocks, block_bytes):
+            views = [chunk.view for chunk in piece]
+            source.read(list(views))
+            beside.feed(piece)
+            target.write(views)
+            beside.wait()  # before the next piece takes its place
+    finally:
+        beside.wait()
+    return hasher.digests
+
+
+def _cut_stream(buffer: memoryview, num_blocks: int, block_bytes: int) -> Iterator[Piece]:
+    """A stream of blocks as pieces that all lie in `buffer`."""
+    done, total = 0, num_blocks * block_bytes
+    while done < total:
+        piece: Piece = []
+        start, stop = 0, min(len(buffer), total - done)
+        while start < stop:
+            end = min(stop, start + block_bytes - (done + start) % block_bytes)
+            piece.append(Chunk(buffer[start:end], (done + end) % block_bytes == 0))
+            start = end
+        yield piece
+        done += stop
+
+
 def _read_once(
     file: BlockFile, blocks: list[list[memoryview]], digests: list[bytes], hashers: Executor
 ) -> tuple[int, StorageError | DamagedFile | None]:

@@ -1,0 +1,246 @@
+"""One extent's file, copied from one directory to another: as it is, proven on the way, whole under its name or absent.
+
+    NVMe file -> header against the order -> what has the name on disk?
+        nothing                                  copied, and put there if there is nothing still
+        the same blocks, or more of them         taken over as it is
+        the first of these blocks                copied, and put in its place
+        blocks that go on otherwise              name_taken
+        a damaged file                           copied, and put in its place
+        a file of a newer version, or foreign    left
+
+    copy     tmp/<unique> <- header, blocks hashed beside -> compared with the header's checksums -> flush -> name
+
+Where nodes share the target, two of them may want one name at the same moment. A name that was free is taken by making
+it, which only one of them can; the other looks again. A shorter file is replaced by renaming, a moment after it was
+looked at: in that moment a still longer one may have come, and is then replaced by a shorter one. That costs blocks,
+and never makes one wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import Enum
+
+from tierkv.core.identity import Identity
+from tierkv.core.instructions import Demote
+from tierkv.core.reasons import Reason
+from tierkv.errors import DamagedFile, ForeignFile, OtherExtent, StorageError, UnknownFormat
+from tierkv.storage.directory import DataDirectory
+from tierkv.storage.extent_file import WrittenFile, check_expected, require_ours
+from tierkv.storage.extent_header import FoundExtent, check_name, load_extent, open_regular, read_header_at
+from tierkv.storage.format import decode_intact
+from tierkv.storage.names import ExtentName
+from tierkv.storage.system_calls import Failure, call
+from tierkv.storage.temp_file import TempFile
+from tierkv.storage.transfer import BlockFile, copy_blocks, mapped_pages
+
+__all__ = ["copy_extent"]
+
+ATTEMPTS = 3
+"""How often a name that another node has taken meanwhile is looked at again."""
+
+COARSE_SECONDS = 600.0
+
+Reached = Callable[[str], None]
+
+
+class _Name(Enum):
+    """What has the name in the target, where that is not a file to be taken over."""
+
+    FREE = 1
+    TO_REPLACE = 2
+    TAKEN = 3
+
+
+class _SourceFailed(Exception):
+    """The file can't be copied, for a cause that says nothing about the target."""
+
+    def __init__(self, reason: Reason, problem: str) -> None:
+        super().__init__(problem)
+        self.failure = Failure(reason, "copy", "", f"the file to be copied: {problem}")
+
+
+class _NameChanged(Exception):
+    """Another node was quicker."""
+
+
+def copy_extent(
+    source: DataDirectory,
+    target: DataDirectory,
+    demote: Demote,
+    *,
+    identity: Identity | None = None,
+    reached: Reached = lambda stage: None,
+) -> WrittenFile | Failure:
+    """Copy a file, or take over the one that is there. `identity` is that of the group.
+
+    A Failure leaves no file of ours behind, and what had the name as it was. One without an errno says nothing about
+    the target: the source is damaged (its reason says how), gone (not_found) or can't be read, or the name is taken.
+    `reached` is told "temp_written", "before_rename" and "renamed", for tests that kill a process there.
+    """
+    name = ExtentName.of(demote)
+    try:
+        for _ in range(ATTEMPTS):
+            try:
+                return _copy_once(source, target, demote, name, identity, reached)
+            except _NameChanged:
+                continue
+    except _SourceFailed as error:
+        return error.failure
+    except StorageError as error:
+        return Failure.of(error)
+    except UnknownFormat as error:
+        return Failure(Reason.UNKNOWN_FORMAT, "rename", "", f"{name} is of another version and was left: {error}")
+    except ForeignFile as error:
+        return Failure(Reason.IO_ERROR, "rename", "", f"{name}: {error}")
+    return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} was taken by others {ATTEMPTS} times")
+
+
+def _copy_once(
+    source: DataDirectory,
+    target: DataDirectory,
+    demote: Demote,
+    name: ExtentName,
+    identity: Identity | None,
+    reached: Reached,
+) -> WrittenFile | Failure:
+    with ExitStack() as opened:
+        fd, extent = _open_source(opened, source, demote, name, identity)
+        there = _look(target, demote, name, identity)
+        if isinstance(there, FoundExtent):
+            _refresh(target, name, there, demote.last_used)
+            return WrittenFile(there.file_bytes, target.unflushed(name.folder), there.header.keys)
+        if there is _Name.TAKEN:
+            return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} is there, with blocks that go on otherwise")
+        temp = opened.enter_context(TempFile(target, direct=True))
+        _copy_proven(_SourceFile(source, fd, 0), BlockFile(target, temp.fd, 0), extent, target)
+        call("utime", os.utime, temp.fd, (demote.last_used, demote.last_used))
+        temp.flush()
+        reached("temp_written")
+        reached("before_rename")
+        if there is _Name.FREE:
+            if not temp.publish_new(name.folder, name.file):
+                raise _NameChanged
+        else:
+            temp.publish(
+                name.folder, name.file, refuse=lambda folder_fd: _require_same(folder_fd, demote, name, identity)
+            )
+        reached("renamed")
+    return WrittenFile(extent.file_bytes, target.unflushed(name.folder), extent.header.keys)
+
+
+# ---- the source
+
+
+class _SourceFile(BlockFile):
+    def read(self, views: list[memoryview]) -> None:
+        """Raises _SourceFailed, and DamagedFile where the file ends too early."""
+        try:
+            super().read(views)
+        except StorageError as error:
+            raise _source_failed(error) from error
+
+
+def _open_source(
+    opened: ExitStack, source: DataDirectory, demote: Demote, name: ExtentName, identity: Identity | None
+) -> tuple[int, FoundExtent]:
+    try:
+        folder_fd = opened.enter_context(source.folder(name.folder))
+        fd, found = opened.enter_context(open_regular(folder_fd, name.file))
+        extent = load_extent(fd, found)
+        check_name(extent.header, name)
+        check_expected(extent.header, demote, identity)
+    except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
+        raise _source_failed(error) from error
+    return fd, extent
+
+
+def _source_failed(error: StorageError | DamagedFile | UnknownFormat | ForeignFile) -> _SourceFailed:
+    match error:
+        case StorageError() | DamagedFile():
+            return _SourceFailed(Reason(error.reason), str(error))
+        case UnknownFormat():
+            return _SourceFailed(Reason.UNKNOWN_FORMAT, str(error))
+        case ForeignFile():
+            return _SourceFailed(Reason.NOT_FOUND, str(error))
+
+
+def _copy_proven(source: BlockFile, temp: BlockFile, extent: FoundExtent, target: DataDirectory) -> None:
+    """Header and blocks. What is not what its checksum says is read a second time, from the device. Raises
+    _SourceFailed, StorageError."""
+    try:
+        _copy_header(source, temp, extent)
+        if not _copy_blocks(source, temp, extent, target):
+            source.look_again(extent.header_bytes)
+            temp.offset = extent.header_bytes
+            if not _copy_blocks(source, temp, extent, target):
+                raise DamagedFile(Reason.CHECKSUM, "blocks are not what their checksums say")
+    except DamagedFile as error:
+        raise _source_failed(error) from error
+
+
+def _copy_header(source: BlockFile, temp: BlockFile, extent: FoundExtent) -> None:
+    pages = mapped_pages(extent.header_bytes)
+    source.read([pages])
+    if decode_intact(pages) != extent.header:
+        raise DamagedFile(Reason.BAD_HEADER, "it was changed while it was read")
+    temp.write([pages])
+
+
+def _copy_blocks(source: BlockFile, temp: BlockFile, extent: FoundExtent, target: DataDirectory) -> bool:
+    """Whether the blocks that were copied are what the header says."""
+    header = extent.header
+    digests = copy_blocks(source, temp, header.num_blocks, header.stored_block_bytes, target.hashers)
+    return b"".join(digests) == header.checksums
+
+
+# ---- the target
+
+
+def _look(target: DataDirectory, demote: Demote, name: ExtentName, identity: Identity | None) -> FoundExtent | _Name:
+    """Raises StorageError, and UnknownFormat or ForeignFile for what is to be left."""
+    try:
+        with target.folder(name.folder) as folder_fd:
+            return _look_in(folder_fd, demote, name, identity)
+    except StorageError as error:
+        if error.errno_name != "ENOENT":
+            raise
+        return _Name.FREE
+
+
+def _look_in(folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None) -> FoundExtent | _Name:
+    try:
+        require_ours(folder_fd, name.file)
+        found = read_header_at(folder_fd, name)
+        check_expected(found.header, demote, identity)
+    except OtherExtent:
+        return _Name.TO_REPLACE if demote.keys.startswith(found.header.keys) else _Name.TAKEN
+    except DamagedFile:
+        return _Name.TO_REPLACE
+    except StorageError as error:
+        if error.errno_name != "EIO":  # what can't be read is of no use to anybody
+            raise
+        return _Name.TO_REPLACE
+    return found
+
+
+def _require_same(folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None) -> None:
+    """Still to be replaced, or gone. Raises _NameChanged."""
+    try:
+        there = _look_in(folder_fd, demote, name, identity)
+    except StorageError as error:
+        if error.errno_name != "ENOENT":
+            raise
+        return
+    if there is not _Name.TO_REPLACE:
+        raise _NameChanged
+
+
+def _refresh(target: DataDirectory, name: ExtentName, there: FoundExtent, last_used: float) -> None:
+    """It was used here as well. That it is older by a while does no harm."""
+    if there.modified + COARSE_SECONDS >= last_used:
+        return
+    with target.folder(name.folder) as folder_fd:
+        call("utime", os.utime, name.file, (last_used, last_used), dir_fd=folder_fd, follow_symlinks=False)
