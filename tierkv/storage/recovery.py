@@ -53,7 +53,7 @@ from tierkv.storage.index_row import IndexedFile, Namespace
 from tierkv.storage.names import PURGES, Parts
 from tierkv.storage.namespace import read_identity
 from tierkv.storage.pin_record import read_pins
-from tierkv.storage.purge_record import read_records, remove_record
+from tierkv.storage.purge_record import PurgeRecords
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.sweep import covers, hidden_heads, sweep
 from tierkv.storage.system_calls import call
@@ -97,12 +97,13 @@ def recover(
     now: float,
     clock: Callable[[], float] = time.monotonic,
     purged: Callable[[PurgeScope, Mapping[bytes, int]], None] = lambda scope, removed: None,
+    records: PurgeRecords | None = None,
 ) -> Recovered:
-    """Walk the data directory. `emit` gets GroupFound before a group's Rows, Rows in batches, and RecoveryProgress
+    """Walk the directory. `emit` gets GroupFound before a group's Rows, Rows in batches, and RecoveryProgress
     every quarter of a second; the result is for the caller to send when it is ready to serve. `now` is in seconds since
     1970. `purged` is told what was swept, and how many bytes of which group: it may raise StorageError, and then that
-    purge is not through."""
-    recovery = _Recovery(directory, catalog, quarantine, emit, now, clock, purged)
+    purge is not through. `records` are those of purges under way; the directory's own where they are not given."""
+    recovery = _Recovery(directory, catalog, quarantine, emit, now, clock, purged, records or PurgeRecords(directory))
     return recovery.run()
 
 
@@ -175,8 +176,10 @@ class _Recovery:
         now: float,
         clock: Callable[[], float],
         purged: Callable[[PurgeScope, Mapping[bytes, int]], None],
+        records: PurgeRecords,
     ) -> None:
         self._purged = purged
+        self._records = records
         self._directory = directory
         self._catalog = catalog
         self._quarantine = quarantine
@@ -220,6 +223,8 @@ class _Recovery:
 
     def _tell_pins(self) -> None:
         """Before any row: what is pinned is not to be evicted by this start."""
+        if self._directory.is_shared:
+            return  # pins are a node's own
         records, self._counts.unreadable_pins = read_pins(self._directory)
         for record in records:
             self._emit(PinFound(record))
@@ -231,7 +236,7 @@ class _Recovery:
         later. Where the records can't be read now, everything is: any of it may be what is to go. Raises
         DataDirectoryError when a record is damaged."""
         try:
-            records = read_records(self._directory)
+            records = self._records.read()
         except StorageError as error:
             self._strays.skip(f"{PURGES}: {error}: so nothing is looked for, as it may be what a purge is to remove")
             self._hides_all = True
@@ -242,7 +247,7 @@ class _Recovery:
             try:
                 swept = sweep(self._directory, self._catalog, self._quarantine, record.scope, removed=removed.note)
                 self._purged(record.scope, removed.by_group)
-                remove_record(self._directory, record.purge)
+                self._records.remove(record.purge)
             except StorageError as error:
                 failure = error
                 self._hidden.append(record.scope)

@@ -1,7 +1,7 @@
-"""The worker's part of purges: writes down what is to go, removes it, and zeroes memory.
+"""The storage worker's part of purges: writes down what is to go, removes it, and zeroes memory.
 
 RecordPurge   by the main thread, so that nothing that was said later overtakes it
-SweepPurge    by a thread of its own: it may take long, and no extent waits for it
+SweepPurge    by a thread of its own; see sweeper.py
 Zero          by the queue, like a removal
 """
 
@@ -9,39 +9,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
-from threading import Thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from tierkv.core.instructions import (
-    PurgeRecorded,
-    PurgeSwept,
-    RecordPurge,
-    Report,
-    SweepPurge,
-    Swept,
-    Zero,
-    Zeroed,
-)
+from tierkv.core.instructions import PurgeRecorded, PurgeScope, RecordPurge, Report, SweepPurge, Zero, Zeroed
 from tierkv.core.reasons import Reason
-from tierkv.errors import DataDirectoryError, StorageError
+from tierkv.errors import StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.purge_record import PurgeRecord, read_records, remove_record, write_record
+from tierkv.storage.purge_record import PurgeRecord, PurgeRecords, write_disk_record, write_record
 from tierkv.storage.quarantine import Quarantine
-from tierkv.storage.sweep import sweep
 from tierkv.storage.system_calls import Failure
 from tierkv.workers.bookkeeper import Bookkeeper
 from tierkv.workers.files import Files
 from tierkv.workers.groups import Groups
 from tierkv.workers.index_writer import IndexWriter
-from tierkv.workers.lifeline import OnDeath, end_process, start_thread
+from tierkv.workers.lifeline import OnDeath, end_process
+from tierkv.workers.sweeper import Removed, Sweeper
 from tierkv.workers.tier_gate import TierGate
 
 log = logging.getLogger(__name__)
-
-INDEX_SECONDS = 30.0
-"""How long changes to the index that were made before a sweep may take to get there, before it is begun anew."""
 
 _ZEROS = memoryview(bytes(2**20))
 
@@ -64,19 +51,28 @@ class Purger:
     ) -> None:
         self._directory = directory
         self._arena = arena
-        self._catalog = catalog
-        self._quarantine = quarantine
         self._groups = groups
-        self._index = index
         self._files = files
         self._gate = gate
         self._bookkeeper = bookkeeper
         self._report = report
-        self._on_death = on_death
+        self._on_disk = PurgeRecords(directory)
         self._records: dict[bytes, PurgeRecord] = {}
         self._unrecorded: set[bytes] = set()
-        self._threads: list[Thread] = []
-        self._num_sweeps = 0
+        self._sweeper = Sweeper(
+            directory=directory,
+            catalog=catalog,
+            quarantine=quarantine,
+            groups=groups,
+            index=index,
+            files=files,
+            gate=gate,
+            report=report,
+            find=self._find,
+            booked=self._booked,
+            cross_out=self._cross_out,
+            on_death=on_death,
+        )
 
     def record(self, order: RecordPurge) -> None:
         """Reports at once. A full disk does not keep a purge from going on: what it removes makes room."""
@@ -95,10 +91,7 @@ class Purger:
         self._report([PurgeRecorded(order.purge)])
 
     def sweep(self, order: SweepPurge) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._num_sweeps += 1
-        work = partial(self._sweep, order.purge)
-        self._threads.append(start_thread(f"purge-{self._num_sweeps}", work, on_death=self._on_death))
+        self._sweeper.sweep(order)
 
     def zero(self, order: Zero) -> None:
         for offset, num_bytes in order.ranges:
@@ -110,64 +103,35 @@ class Purger:
 
     def close(self, timeout_seconds: float) -> bool:
         """Whether no sweep runs any more. One that does may be cut off at any point."""
-        for thread in self._threads:
-            thread.join(timeout_seconds)
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._sweeper.close(timeout_seconds)
 
-    # ---------------------------------------------------------------- the thread
+    # ---------------------------------------------------------------- for the sweep
 
-    def _sweep(self, purge: bytes) -> None:
-        try:
-            swept = self._remove(purge)
-        except (StorageError, DataDirectoryError) as error:
-            reason = Reason(error.reason) if isinstance(error, StorageError) else Reason.IO_ERROR
-            if isinstance(error, StorageError):
-                self._gate.count(Failure.of(error))
-            log.warning("purge %s does not get on: %s", purge.hex(), error)
-            self._report([PurgeSwept(purge, Swept(), reason, str(error))])
-        else:
-            self._report([PurgeSwept(purge, swept)])
-
-    def _remove(self, purge: bytes) -> Swept:
-        record = self._find(purge)
-        self._groups.forget(record.scope)
-        if purge in self._unrecorded:
-            self._record_again(record)
-        if not self._index.drain(INDEX_SECONDS):
-            raise StorageError("index", "", Reason.IO_ERROR, "the index is not written to")
-        removed: Counter[bytes] = Counter()
-        with self._bookkeeper.books.sweeping():
-            swept = sweep(
-                self._directory,
-                self._catalog,
-                self._quarantine,
-                record.scope,
-                alone=self._groups.alone,
-                reached=lambda stage: self._files.purge_reached(stage, purge),
-                removed=lambda group, num_bytes: removed.update({group: num_bytes}),
-            )
-            self._bookkeeper.purged(record.scope, removed)
-        remove_record(self._directory, purge)
-        self._records.pop(purge, None)
-        self._unrecorded.discard(purge)
-        self._files.purge_reached("crossed out", purge)
-        return swept
-
-    def _record_again(self, record: PurgeRecord) -> None:
-        """What could not be written down for want of room goes without: that makes room. Raises StorageError."""
-        try:
-            write_record(self._directory, record)
-        except StorageError as error:
-            if error.reason != Reason.DISK_FULL:
-                raise
-        else:
-            self._unrecorded.discard(record.purge)
-
-    def _find(self, purge: bytes) -> PurgeRecord:
-        """As it was told, or as recovery left it. Raises StorageError when neither knows it."""
+    def _find(self, purge: bytes) -> PurgeRecord | None:
+        """As it was told, or as recovery left it; written down by now, if that is possible. Raises StorageError."""
         record = self._records.get(purge)
         if record is None:
-            record = next((one for one in read_records(self._directory) if one.purge == purge), None)
-        if record is None:
-            raise StorageError("purge", "", Reason.NOT_FOUND, f"nobody has said what purge {purge.hex()} is to remove")
+            return next((one for one in self._on_disk.read() if one.purge == purge), None)
+        if purge in self._unrecorded:
+            try:
+                write_record(self._directory, record)
+            except StorageError as error:
+                if error.reason != Reason.DISK_FULL:  # for want of room it goes without: that makes room
+                    raise
+            else:
+                self._unrecorded.discard(purge)
         return record
+
+    @contextmanager
+    def _booked(self, scope: PurgeScope) -> Iterator[Removed]:
+        removed: Counter[bytes] = Counter()
+        with self._bookkeeper.books.sweeping():
+            yield lambda group, num_bytes: removed.update({group: num_bytes})
+            self._bookkeeper.purged(scope, removed)
+
+    def _cross_out(self, record: PurgeRecord) -> None:
+        if record.purge in self._unrecorded:  # there is room by now: the disk directory is swept by its record
+            write_disk_record(self._directory, record)
+        self._on_disk.remove(record.purge)
+        self._records.pop(record.purge, None)
+        self._unrecorded.discard(record.purge)
