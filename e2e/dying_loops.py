@@ -122,14 +122,14 @@ def main() -> int:
         key_queue,
         lifeline,
         pulse,
-        purger,
         scrubber,
         storage,
+        sweeper,
         tier_health,
     )
 
     start = breaking(lifeline.start_thread, process)
-    for module in (bookkeeper, flusher, index_writer, key_queue, lifeline, pulse, purger, scrubber, tier_health):
+    for module in (bookkeeper, flusher, index_writer, key_queue, lifeline, pulse, scrubber, sweeper, tier_health):
         module.start_thread = start  # type: ignore[attr-defined]
     return storage.main(sys.argv[1:])
 

@@ -112,7 +112,7 @@ def test_what_is_told_of_the_tier_behind_a_failure_was_seen_behind_it(tmp_path: 
     """A look at the gate before the failure, told after it, would say that all is well."""
     with Desk(tmp_path / "data", health_seconds=3_600.0) as desk:
         desk.store(Sample(), 1)
-        watch, gate = desk.worker._watch, desk.worker._gate
+        watch, gate = desk.worker._tier.health, desk.worker._tier.gate
         failed, is_looking = threading.Event(), threading.Event()
 
         def look_for_long() -> str:
@@ -125,7 +125,7 @@ def test_what_is_told_of_the_tier_behind_a_failure_was_seen_behind_it(tmp_path: 
         telling.start()
         assert is_looking.wait(30)
         gate.write_failed(Failure(Reason.IO_ERROR, "rename", "EIO", "Input/output error"), 4096)
-        failing = threading.Thread(target=lambda: (desk.worker._report([OpFailed(7, Reason.IO_ERROR)]), failed.set()))
+        failing = threading.Thread(target=lambda: (desk.worker._tier.report([OpFailed(7, Reason.IO_ERROR)]), failed.set()))
         failing.start()
         desk.answer(7)
         failing.join(30)

@@ -12,7 +12,7 @@ def test_a_file_that_somebody_removed_is_told_once_and_its_row_goes(tmp_path: Pa
     with Desk(tmp_path / "data", reconcile_seconds=0.05) as desk:
         for op, sample in enumerate((gone, kept)):
             desk.store(sample, op)
-        assert desk.worker._index.drain(SECONDS)
+        assert desk.worker._tier.index.drain(SECONDS)
         path = next((tmp_path / "data" / "models").rglob(f"{gone.name.key.hex()}.kv"))
         path.unlink()
         lost = desk.wait_type(FileLost)

@@ -1,4 +1,4 @@
-"""The file operations of a storage worker in one object, so that a test can stand between worker and files."""
+"""The file operations of a worker in one object, so that a test can stand between worker and files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 
 from tierkv.core.identity import Identity
-from tierkv.core.instructions import Read, Write
+from tierkv.core.instructions import Demote, Read, Write
 from tierkv.errors import ConfigError
+from tierkv.storage.copier import copy_extent
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import (
     ReadOutcome,
@@ -21,6 +22,7 @@ from tierkv.storage.extent_file import (
 )
 from tierkv.storage.names import ExtentName, Parts
 from tierkv.storage.system_calls import Failure, call
+from tierkv.storage.unused_file import Used, remove_unused
 
 
 class Files:
@@ -32,6 +34,16 @@ class Files:
         return write_extent(
             directory, arena, write, identity=identity, reached=lambda stage: self.reached(stage, write)
         )
+
+    def copy(
+        self, source: DataDirectory, directory: DataDirectory, demote: Demote, identity: Identity
+    ) -> WrittenFile | Failure:
+        return copy_extent(
+            source, directory, demote, identity=identity, reached=lambda stage: self.copy_reached(stage, demote)
+        )
+
+    def copy_reached(self, stage: str, demote: Demote) -> None:
+        """A copy has come to one of the same stages as a write."""
 
     def reached(self, stage: str, write: Write) -> None:
         """A write has come to "temp_written", "before_rename", or "renamed" (its index row is not yet written)."""
@@ -47,6 +59,9 @@ class Files:
 
     def remove(self, directory: DataDirectory, name: ExtentName) -> bool:
         return remove_extent(directory, name)
+
+    def remove_unused(self, directory: DataDirectory, name: ExtentName, since: float, now: float) -> bool | Used:
+        return remove_unused(directory, name, since, now)
 
     def status(self, directory: DataDirectory, name: ExtentName) -> os.stat_result:
         """Raises StorageError."""

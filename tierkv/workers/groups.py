@@ -29,9 +29,11 @@ class Groups:
         """The group's identity, its folder and identity.json being durable; None for a group that nobody opened and
         that is not on disk. Raises StorageError."""
         known = self._on_disk.get(group)
-        if known is not None and known.weights == fingerprint:
+        if known is not None and known.weights == fingerprint and not self._directory.is_shared:
             return known
         with self._lock:  # also over the I/O: two writes must not make the same folder
+            if self._directory.is_shared:
+                self._on_disk.pop(group, None)  # another node may have purged it since
             identity = self._find(fingerprint, group)
             opened = self._opened.get(group)
             if identity is None and opened is not None and opened.identity.weights == fingerprint:

@@ -7,13 +7,17 @@ its report to the flusher, which sends it when the directories are flushed. An o
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import (
+    Demote,
     ExtentRow,
     FileLost,
     OpenNamespace,
@@ -24,14 +28,14 @@ from tierkv.core.instructions import (
     RemoveDone,
     Report,
     SetAside,
+    StillUsed,
     TouchRow,
     Write,
     WriteDone,
 )
 from tierkv.core.keys import count_keys
 from tierkv.core.reasons import Reason
-from tierkv.errors import StorageError
-from tierkv.storage.books import Books
+from tierkv.errors import BrokenInvariant, StorageError
 from tierkv.storage.catalog import DropRow, PutRow, Restamp, TouchedRow
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
@@ -40,6 +44,7 @@ from tierkv.storage.index_row import IndexedFile, Namespace
 from tierkv.storage.names import QUARANTINE, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure
+from tierkv.storage.unused_file import Used
 from tierkv.workers.coarse_times import CoarseTimes
 from tierkv.workers.files import Files
 from tierkv.workers.flusher import Flusher, Then
@@ -51,6 +56,27 @@ from tierkv.workers.tier_gate import Closed, TierGate
 log = logging.getLogger(__name__)
 
 _GONE = (Reason.NOT_FOUND, Reason.UNKNOWN_FORMAT)  # nothing under that name that could be read later
+
+
+class FileBooks(Protocol):
+    """Where files that come and go are written down, before and after."""
+
+    def writing(self, name: ExtentName) -> AbstractContextManager[None]: ...
+    def removing(self, name: ExtentName, target: str, reason: str) -> AbstractContextManager[None]: ...
+    def left_quarantine(self, group: bytes, num_bytes: int, target: str, reason: str) -> None: ...
+
+
+class Unbooked:
+    """For a tier whose files others book."""
+
+    def writing(self, name: ExtentName) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def removing(self, name: ExtentName, target: str, reason: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def left_quarantine(self, group: bytes, num_bytes: int, target: str, reason: str) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +100,15 @@ class Operations:
         flusher: Flusher,
         gate: TierGate,
         times: CoarseTimes,
-        books: Books,
+        books: FileBooks,
         report: Callable[[Sequence[Report]], None],
         now: Callable[[], float],
         quiet: QuietLog | None = None,
+        source: DataDirectory | None = None,
     ) -> None:
+        """`source` has the files that Demote copies, where there are any."""
+        self._source = source
+        self._arriving: set[ExtentName] = set()
         self._quiet = quiet or QuietLog(log)
         self._directory = directory
         self._arena = arena
@@ -108,7 +138,7 @@ class Operations:
             self._gate.write_failed(Failure.of(error), 0)
             self._warn("groups not made", error, f"the folder of group {opened.group.hex()} was not made: {error}")
 
-    # ---------------------------------------------------------------- write
+    # ---------------------------------------------------------------- write, demote
 
     def write(self, write: Write) -> None:
         self._answer(
@@ -116,29 +146,62 @@ class Operations:
         )
 
     def _write(self, write: Write) -> Report | None:
-        started = time.monotonic()
-        name = ExtentName.of(write)
+        return self._arrive(
+            write, _expected_bytes(write), lambda known: self._files.write(self._directory, self._arena, write, known)
+        )
+
+    def demote(self, demote: Demote) -> None:
+        self._answer(
+            "Demote",
+            demote.key,
+            lambda: self._demote(demote),
+            lambda reason, problem: OpFailed(demote.op, reason, problem),
+        )
+
+    def _demote(self, demote: Demote) -> Report | None:
+        source = self._source
+        if source is None:
+            raise BrokenInvariant("this worker has no tier above its own")
         try:
-            identity = self._groups.make(write.fingerprint, write.group)
+            expected = self._files.status(source, ExtentName.of(demote)).st_size
+        except StorageError as error:
+            return OpFailed(demote.op, Reason(error.reason), f"the file to be copied: {error}")
+        return self._arrive(demote, expected, lambda known: self._files.copy(source, self._directory, demote, known))
+
+    def is_arriving(self, name: ExtentName) -> bool:
+        """Whether a file is being written under that name, or its row may not have got to the index writer yet."""
+        return name in self._arriving
+
+    def _arrive(
+        self, order: Write | Demote, expected: int, move: Callable[[Identity], WrittenFile | Failure]
+    ) -> Report | None:
+        """A file of about `expected` bytes comes to its name by `move`, which gets the identity of its group."""
+        started = time.monotonic()
+        name = ExtentName.of(order)
+        try:
+            identity = self._groups.make(order.fingerprint, order.group)
         except StorageError as error:
             self._gate.write_failed(Failure.of(error), 0)
-            return OpFailed(write.op, Reason(error.reason), f"the group's folder can't be made: {error}")
+            return OpFailed(order.op, Reason(error.reason), f"the group's folder can't be made: {error}")
         if identity is None:
-            return OpFailed(write.op, Reason.IDENTITY_MISMATCH, f"group {write.group.hex()} was never opened")
-        expected = _expected_bytes(write)
+            return OpFailed(order.op, Reason.IDENTITY_MISMATCH, f"group {order.group.hex()} was never opened")
         closed = self._admit(expected)
         if closed is not None:
-            return OpFailed(write.op, closed.reason, closed.problem)
+            return OpFailed(order.op, closed.reason, closed.problem)
+        self._arriving.add(name)
         try:
-            with self._books.writing(name):
-                outcome = self._files.write(self._directory, self._arena, write, identity)
+            try:
+                with self._books.writing(name):
+                    outcome = move(identity)
+            finally:
+                self._gate.finish(expected)
+            if isinstance(outcome, Failure):
+                return self._write_failed(order, name, outcome, expected)
+            self._put_row(order, name, outcome)
         finally:
-            self._gate.finish(expected)
-        if isinstance(outcome, Failure):
-            return self._write_failed(write, name, outcome, expected)
-        self._put_row(write, name, outcome)
+            self._arriving.discard(name)
         self._times.was_set(name, time.monotonic())
-        self._flush_then(outcome.flush, lambda failure: self._written(write, outcome, failure, started))
+        self._flush_then(outcome.flush, lambda failure: self._written(order, outcome, failure, started))
         return None
 
     def _admit(self, num_bytes: int) -> Closed | None:
@@ -149,40 +212,40 @@ class Operations:
             return Closed(Reason(error.reason), str(error))
         return self._gate.admit(num_bytes, space)
 
-    def _write_failed(self, write: Write, name: ExtentName, failure: Failure, expected: int) -> Report:
+    def _write_failed(self, order: Write | Demote, name: ExtentName, failure: Failure, expected: int) -> Report:
         if failure.errno_name:
             self._gate.write_failed(failure, expected)
         self._quiet.warning(
             f"extents not written ({failure.operation} {failure.errno_name})",
             f"{name} was not written: {failure.operation}: {failure.problem}",
         )
-        return OpFailed(write.op, failure.reason, failure.problem)
+        return OpFailed(order.op, failure.reason, failure.problem)
 
-    def _put_row(self, write: Write, name: ExtentName, written: WrittenFile) -> None:
+    def _put_row(self, order: Write | Demote, name: ExtentName, written: WrittenFile) -> None:
         try:
             status = self._files.status(self._directory, name)
         except StorageError as error:
             self._gate.count(Failure.of(error))
             return  # the next start reads its header
         row = ExtentRow(
-            key=write.key,
-            parent=write.parent,
-            first_token=write.first_token,
-            keys=write.keys,
-            block_bytes=write.block_bytes,
+            key=order.key,
+            parent=order.parent,
+            first_token=order.first_token,
+            keys=written.keys,
+            block_bytes=order.block_bytes,
             file_bytes=written.file_bytes,
-            created=write.created,
-            last_used=write.last_used,
-            hits=write.hits,
+            created=order.created,
+            last_used=order.last_used,
+            hits=order.hits,
         )
         self._index.add(PutRow(_row_name(name), IndexedFile(row, status.st_ino, status.st_ctime_ns)))
 
-    def _written(self, write: Write, written: WrittenFile, failure: Failure | None, started: float) -> Report:
+    def _written(self, order: Write | Demote, written: WrittenFile, failure: Failure | None, started: float) -> Report:
         if failure is None:
-            return WriteDone(write.op, written.file_bytes, time.monotonic() - started)
+            return WriteDone(order.op, written.file_bytes, time.monotonic() - started)
         self._gate.write_failed(failure, 0)
         return OpFailed(
-            write.op, failure.reason, f"the file is there, but its folder was not flushed: {failure.problem}"
+            order.op, failure.reason, f"the file is there, but its folder was not flushed: {failure.problem}"
         )
 
     # ---------------------------------------------------------------- read
@@ -237,7 +300,7 @@ class Operations:
                 self._gate.count(Failure.of(error))
                 self._warn("damaged extents that can't be set aside", error, f"{name} can't be set aside: {error}")
             return True
-        if outcome.reason in _GONE:
+        if outcome.reason in _GONE or outcome.reason == Reason.KEY_MISMATCH:  # there is one, but another node's
             self._index.add(DropRow(_row_name(name)))
             return True
         return False
@@ -256,12 +319,19 @@ class Operations:
         name = ExtentName.of(remove)
         if self._directory.read_only:
             return OpFailed(remove.op, Reason.READ_ONLY, f"{name} stays: started with read_only")
-        self._index.add(DropRow(_row_name(name)))
         try:
             with self._books.removing(name, remove.to, remove.reason or ""):
-                was_there = self._files.remove(self._directory, name)
+                if math.isinf(remove.unless_used_since):
+                    was_there: bool | Used = self._files.remove(self._directory, name)
+                else:
+                    since = remove.unless_used_since
+                    was_there = self._files.remove_unused(self._directory, name, since, self._now())
         except StorageError as error:
+            self._index.add(DropRow(_row_name(name)))
             return self._remove_failed(remove.op, name, error)
+        if isinstance(was_there, Used):
+            return StillUsed(remove.op, was_there.last_used)
+        self._index.add(DropRow(_row_name(name)))
         if not was_there:
             return RemoveDone(remove.op)
         self._flush_then((name.folder,), lambda failure: self._removed(remove.op, failure))
@@ -317,7 +387,10 @@ class Operations:
         self._times.was_set(name, time.monotonic())
         try:
             before = self._files.status(self._directory, name)
-            self._files.set_mtime(self._directory, name, min(row.last_used, self._now()))
+            used = min(row.last_used, self._now())
+            if self._directory.is_shared and before.st_mtime >= used:
+                return  # another node has used it since
+            self._files.set_mtime(self._directory, name, used)
             after = self._files.status(self._directory, name)
         except StorageError as error:
             if error.reason != Reason.NOT_FOUND:  # it was removed meanwhile

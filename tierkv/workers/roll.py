@@ -43,6 +43,11 @@ class Post:
         finally:
             self._doing = None
 
+    def goes_on(self) -> None:
+        """What it is at is getting on, however long it takes."""
+        if self._doing is not None:
+            self._doing = (self._doing[0], self._clock())
+
     def busy(self) -> Busy | None:
         found = self._doing
         return None if found is None else Busy(self.thread, found[0], max(0.0, self._clock() - found[1]))

@@ -16,7 +16,7 @@ from tierkv.errors import DamagedFile, ForeignFile, StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Space
 from tierkv.storage.extent_header import open_regular
-from tierkv.storage.names import DIGESTS, JOURNAL, STARTS, TEMP, ExtentName, Parts
+from tierkv.storage.names import DIGESTS, DISK_INDEX, DISK_PURGES, JOURNAL, STARTS, TEMP, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
@@ -72,6 +72,7 @@ class HealthWatch:
         self._index_problem = index_problem
         self._last: TierHealth | None = None
         self._directory = directory
+        self._tier = "disk" if directory.is_shared else "NVMe"
         self._catalog = catalog
         self._quarantine = quarantine
         self._gate = gate
@@ -95,6 +96,11 @@ class HealthWatch:
         """Report now, and from now on every period."""
         self.look()
         self._thread = start_thread("health", self._run, on_death=self._on_death)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether there is anything to `tell`."""
+        return self._last is not None
 
     def index_committed(self) -> None:
         """The index may have grown: look before it has used up what is kept for that."""
@@ -172,12 +178,12 @@ class HealthWatch:
         index_bytes = self._catalog.file_bytes()
         writing_bytes = self._gate.writing_bytes
         journal = self._journal()
-        ours = sum(self._folder_bytes((name,)) for name in (DIGESTS, JOURNAL, STARTS))
-        beside = max(0, temp_bytes - writing_bytes) + ours
-        growth = GROWTH_BYTES + index_bytes // 8
+        indexes = self._index_bytes(index_bytes)
+        beside = max(0, temp_bytes - writing_bytes) + self._own_bytes()
+        growth = GROWTH_BYTES + indexes // 8
         return TierHealth(
             writable=True,
-            overhead_bytes=index_bytes + usage.num_bytes + beside + self._described_bytes + growth,
+            overhead_bytes=indexes + usage.num_bytes + beside + self._described_bytes + growth,
             free_bytes=space.free_bytes + min(temp_bytes, writing_bytes),
             quarantined_files=usage.files,
             quarantined_bytes=usage.num_bytes,
@@ -187,6 +193,18 @@ class HealthWatch:
             growth_bytes=growth,
             journal=journal,
         )
+
+    def _index_bytes(self, num_bytes: int) -> int:
+        """What indexes take of this tier: that of a disk directory lies in the node's own, as a guest."""
+        if self._directory.is_shared:
+            return 0
+        return num_bytes + self._folder_bytes((DISK_INDEX,), may_lack=True)
+
+    def _own_bytes(self) -> int:
+        if self._directory.is_shared:
+            return 0
+        own = sum(self._folder_bytes((name,)) for name in (DIGESTS, JOURNAL, STARTS))
+        return own + self._folder_bytes((DISK_PURGES,), may_lack=True)
 
     def _look_at_room(self) -> Space:
         """What was seen last where it can't be looked at now."""
@@ -247,25 +265,27 @@ class HealthWatch:
             except StorageError as error:
                 self._gate.count(Failure.of(error))
 
-    def _folder_bytes(self, parts: Parts) -> int:
+    def _folder_bytes(self, parts: Parts, *, may_lack: bool = False) -> int:
         """What the files of a folder take; where it can't be looked at, what they took the last time, lest the tier be
         thought to have room that it has not."""
         try:
             with self._directory.folder(parts) as folder_fd:
                 self._bytes_of[parts] = call("listdir", _sum_of_blocks, folder_fd)
         except StorageError as error:
-            if error.reason == Reason.NOT_FOUND:
+            is_absent = error.reason == Reason.NOT_FOUND
+            if is_absent:
                 self._bytes_of[parts] = 0
-            self._gate.count(Failure.of(error))
+            if not (is_absent and may_lack):
+                self._gate.count(Failure.of(error))
         return self._bytes_of.get(parts, 0)
 
     def _log(self, closed: Closed | None) -> None:
         with self._telling:
             before, self._was_closed = self._was_closed, closed
         if closed is not None and (before is None or before.reason != closed.reason):
-            log.warning("the NVMe tier is not written to: %s (%s)", closed.problem, closed.reason)
+            log.warning("the %s tier is not written to: %s (%s)", self._tier, closed.problem, closed.reason)
         elif closed is None and before is not None:
-            log.info("the NVMe tier is written to again")
+            log.info("the %s tier is written to again", self._tier)
 
 
 def _spare_inodes(space: Space) -> int | None:
