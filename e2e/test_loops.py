@@ -34,6 +34,10 @@ ELSEWHERE = {
         "tests/workers/test_bookkeeper.py",
         "test_an_exception_while_something_is_counted_ends_the_worker",
     ),
+    ("disk", "recovery"): (
+        "tests/workers/test_disk.py",
+        "test_an_exception_while_the_directory_is_recovered_ends_the_worker",
+    ),
 }
 """Loops that are tried by another test, because it takes no whole node, or another one."""
 

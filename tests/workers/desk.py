@@ -1,4 +1,4 @@
-"""A front's side of a storage worker: real data directory, arena and socket, and the worker on a thread."""
+"""A front's side of a worker of either tier of files: real directories, arena, socket, and the worker on a thread."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from tests.storage.samples import Sample
 from tierkv.core.instructions import (
     AnyInstruction,
     AnyReport,
+    Demote,
     ExtentRow,
     OpenNamespace,
     Read,
     ReadDone,
     Recovered,
     Remove,
+    Report,
     Rows,
     Stop,
     Stopped,
@@ -32,8 +34,12 @@ from tierkv.core.instructions import (
     WriteDone,
 )
 from tierkv.node.lock import lock_data_directory
-from tierkv.workers.channel import Channel, front_end, worker_end
+from tierkv.storage.directory import DataDirectory
+from tierkv.workers.channel import BlockingChannel, Channel, front_end, worker_end
+from tierkv.workers.disk import DiskWorker
+from tierkv.workers.disk_config import DiskWorkerConfig
 from tierkv.workers.files import Files
+from tierkv.workers.lifeline import OnDeath
 from tierkv.workers.storage import StorageWorker
 from tierkv.workers.worker_config import WorkerConfig
 
@@ -162,35 +168,31 @@ def make_config(root: Path, lock_fd: int, **changes: Any) -> WorkerConfig:
     return WorkerConfig(**(fields | changes))
 
 
-class Desk(FrontSide):
-    """A worker on a thread of this process."""
+class Worker(Protocol):
+    """Of either tier."""
+
+    def run(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class TierDesk(FrontSide):
+    """A worker of a tier of files, on a thread of this process. `root` is the directory of its tier."""
 
     def __init__(
         self,
         root: Path,
-        *,
-        files: Files | None = None,
-        arena: Arena | None = None,
-        health_seconds: float = 0.01,
-        **config: Any,
+        arena: Arena | None,
+        begin: Callable[[BlockingChannel[Report, AnyInstruction], memoryview, OnDeath], Worker],
     ) -> None:
         self.root = root
         self.dead_threads: list[str] = []
-        self._lock_fd = hold_lock(root)
         self._owns_arena = arena is None
         self.arena = arena or Arena()
         front_socket, worker_socket = socket.socketpair()
         super().__init__(front_end(front_socket))
         self._worker_channel = worker_end(worker_socket)
-        self.worker = StorageWorker(
-            make_config(root, self._lock_fd, **config),
-            self._worker_channel,
-            self.arena.view,
-            files=files,
-            health_seconds=health_seconds,
-            on_death=self.dead_threads.append,
-        )
-        self._thread = threading.Thread(target=self.worker.run, name="worker")
+        self._begun = begin(self._worker_channel, self.arena.view, self.dead_threads.append)
+        self._thread = threading.Thread(target=self._begun.run, name="worker")
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -201,9 +203,8 @@ class Desk(FrontSide):
     ) -> None:
         self.channel.close()
         self._thread.join(SECONDS)
-        self.worker.close()
+        self._begun.close()
         self._worker_channel.close()
-        os.close(self._lock_fd)
         if self._owns_arena:
             self.arena.close()
         if kind is None:
@@ -212,10 +213,14 @@ class Desk(FrontSide):
     def open(self, sample: Sample) -> None:
         self.send(OpenNamespace(group=sample.group, identity=sample.identity, model_name="small"))
 
+    def put_order(self, sample: Sample, op: int) -> AnyInstruction:
+        """What brings the sample's file into the tier."""
+        return self.arena.write_order(sample, op)
+
     def store(self, sample: Sample, op: int) -> WriteDone:
-        """Open the sample's group and write it."""
+        """Open the sample's group and put it into the tier."""
         self.open(sample)
-        self.send(self.arena.write_order(sample, op))
+        self.send(self.put_order(sample, op))
         report = self.answer(op)
         assert isinstance(report, WriteDone), report
         return report
@@ -233,6 +238,98 @@ class Desk(FrontSide):
 
     def recovered(self) -> Recovered:
         return self.wait_type(Recovered)
+
+
+class Desk(TierDesk):
+    """The storage worker."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        files: Files | None = None,
+        arena: Arena | None = None,
+        health_seconds: float = 0.01,
+        **config: Any,
+    ) -> None:
+        self._lock_fd = hold_lock(root)
+        self.worker: StorageWorker
+
+        def begin(
+            channel: BlockingChannel[Report, AnyInstruction], view: memoryview, on_death: OnDeath
+        ) -> StorageWorker:
+            made = make_config(root, self._lock_fd, **config)
+            self.worker = StorageWorker(
+                made, channel, view, files=files, health_seconds=health_seconds, on_death=on_death
+            )
+            return self.worker
+
+        super().__init__(root, arena, begin)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        os.close(self._lock_fd)
+
+
+def make_disk_config(data: Path, disk: Path, **changes: Any) -> DiskWorkerConfig:
+    fields: dict[str, Any] = {
+        "data_dir": str(data),
+        "disk_dir": str(disk),
+        "channel_fd": -1,
+        "arena_fd": -1,
+        "arena_bytes": ARENA_BYTES,
+        "lifeline_fd": -1,
+        "parent_pid": os.getpid(),
+        "wall_zero": time.time(),
+        "monotonic_zero": time.monotonic(),
+        "io_threads": 3,
+        "quarantine_bytes": 2**20,
+        "index_map_bytes": 2**20,
+    }
+    return DiskWorkerConfig(**(fields | changes))
+
+
+class DiskDesk(TierDesk):
+    """The worker of the disk tier, of a node whose data directory is beside the disk directory unless it is named."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        data: Path | None = None,
+        files: Files | None = None,
+        arena: Arena | None = None,
+        health_seconds: float = 0.01,
+        **config: Any,
+    ) -> None:
+        self.data = data or root.parent / "of the node"
+        DataDirectory.open(self.data).close()
+        self.worker: DiskWorker
+
+        def begin(channel: BlockingChannel[Report, AnyInstruction], view: memoryview, on_death: OnDeath) -> DiskWorker:
+            made = make_disk_config(self.data, root, **config)
+            self.worker = DiskWorker(made, channel, view, files=files, health_seconds=health_seconds, on_death=on_death)
+            return self.worker
+
+        super().__init__(root, arena, begin)
+
+    def put_order(self, sample: Sample, op: int) -> AnyInstruction:
+        """Its file is on NVMe, as the storage worker has left it there."""
+        put_on_nvme(self.data, sample)
+        return demote_order(sample, op)
+
+
+def put_on_nvme(data: Path, sample: Sample) -> None:
+    with DataDirectory.open(data, create=False, writable=False) as directory:
+        sample.write(directory)
+
+
+def demote_order(sample: Sample, op: int, **changes: Any) -> Demote:
+    write = sample.write_order()
+    fields: dict[str, Any] = {name: getattr(write, name) for name in Demote.__struct_fields__ if name != "op"}
+    return Demote(**({"op": op} | fields | changes))
 
 
 def remove_order(sample: Sample, op: int) -> Remove:

@@ -49,6 +49,10 @@ LOOPS: tuple[Loop, ...] = (
     Loop("storage", "pulse", "says once a second that the process lives, and what is stuck in it", _WORKER_ENDS),
     Loop("storage", "scrub", "verifies files, while there is a scrub", _WORKER_ENDS),
     Loop("storage", "purge", "removes what is purged from disk, while there is such work", _WORKER_ENDS),
+    Loop(
+        "disk", "recovery", "opens the directory of the disk tier, and finds what is in it",
+        "the worker of the disk tier ends, and the supervisor starts another",
+    ),
     Loop("storage", "supervisor-watch", "ends the process when the supervisor is gone", _WORKER_ENDS),
 )  # fmt: skip
 
