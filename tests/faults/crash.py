@@ -528,11 +528,20 @@ class CrashRecorder:
             if place is not None:
                 self.events.append(Named(*place, None))
 
-    def _link(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    def _link(
+        self,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        follow_symlinks: bool = True,
+    ) -> None:
         with self._lock:
             inode = self._number_at(src, src_dir_fd)
             place = self._try_place(dst, dst_dir_fd)
-            self._real["link"](src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            options: dict[str, Any] = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}
+            self._real["link"](src, dst, **options, follow_symlinks=follow_symlinks)
             if place is not None and inode is not None:
                 self.events.append(Named(*place, inode))
 

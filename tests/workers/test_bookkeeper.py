@@ -112,7 +112,7 @@ def test_what_leaves_quarantine_is_booked_with_the_reason(tmp_path: Path) -> Non
     with Desk(tmp_path / "data", quarantine_bytes=2 * size + 100) as desk:  # somebody has removed one meanwhile
         assert postings(desk, Account.QUARANTINE)[1:] == [("dropped", "not_found", size)]
         assert balance(desk, Account.QUARANTINE, group) == size
-        desk.worker._quarantine.prune(time.time() + 8 * 86_400)
+        desk.worker._tier.quarantine.prune(time.time() + 8 * 86_400)
         assert postings(desk, Account.QUARANTINE)[2:] == [("dropped", "expired", size)]
         assert balance(desk, Account.QUARANTINE, group) == 0
 

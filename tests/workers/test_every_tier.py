@@ -46,6 +46,7 @@ from tierkv.storage.extent_file import ReadOutcome
 from tierkv.storage.format import frame_header
 from tierkv.storage.names import ExtentName, Parts
 from tierkv.storage.purge_record import PurgeRecord, write_record
+from tierkv.torture.waits import wait_until
 from tierkv.workers.files import Files
 
 Begin = Callable[..., TierDesk]
@@ -383,7 +384,7 @@ def test_a_file_that_cannot_be_put_there_leaves_nothing_of_itself(
             failed = desk.answer(2)
         assert isinstance(failed, OpFailed)
         assert failed.reason == (Reason.DISK_FULL if number == errno.ENOSPC else Reason.IO_ERROR)
-        assert os.listdir(root / "tmp") == []
+        wait_until(lambda: not os.listdir(root / "tmp"), "no temp file is left, that of a probe neither")
         assert not path_of(root, failing).exists()
         assert desk.health(lambda health: health.writable).errors[f"{operation} {errno.errorcode[number]}"] == 1
         desk.store(failing, 3)

@@ -39,6 +39,7 @@ from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
 from tierkv.storage.names import ExtentName, Parts
 from tierkv.storage.system_calls import Failure
+from tierkv.torture.waits import wait_until
 from tierkv.workers.files import Files
 
 
@@ -371,7 +372,7 @@ def test_a_store_that_fails_at_any_step_leaves_nothing_of_itself(root: Path, ope
             failed = desk.answer(2)
         assert isinstance(failed, OpFailed)
         assert failed.reason == Reason.IO_ERROR
-        assert os.listdir(root / "tmp") == []
+        wait_until(lambda: not os.listdir(root / "tmp"), "no temp file is left, that of a probe neither")
         assert not path_of(root, failing).exists()
         assert desk.load(failing, 3).reason == Reason.NOT_FOUND
         health = desk.health(lambda health: health.writable)

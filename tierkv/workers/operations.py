@@ -244,6 +244,8 @@ class Operations:
         if failure is None:
             return WriteDone(order.op, written.file_bytes, time.monotonic() - started)
         self._gate.write_failed(failure, 0)
+        if self._directory.is_shared:  # it may stay: then it is news, as another node's is
+            self._index.add(DropRow(_row_name(ExtentName.of(order))))
         return OpFailed(
             order.op, failure.reason, f"the file is there, but its folder was not flushed: {failure.problem}"
         )

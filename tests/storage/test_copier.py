@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.system_calls import FlippedBit, ShortTransfers, inject
+from tests.storage.samples import Sample, identity, path_of, temp_files
+from tests.workers.desk import demote_order
+from tierkv.core.reasons import Reason
+from tierkv.storage.copier import copy_extent
+from tierkv.storage.directory import DataDirectory, Kind
+from tierkv.storage.extent_file import WrittenFile
+from tierkv.storage.system_calls import Failure
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Iterator[DataDirectory]:
+    with DataDirectory.open(tmp_path / "data") as opened:
+        yield opened
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DataDirectory]:
+    with DataDirectory.open(tmp_path / "disk", kind=Kind.DISK, owner="0" * 8) as opened:
+        yield opened
+
+
+def copy(nvme: DataDirectory, disk: DataDirectory, sample: Sample) -> WrittenFile | Failure:
+    return copy_extent(nvme, disk, demote_order(sample, 1), identity=sample.identity)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_bytes"), [(1, 1), (3, 4096), (5, 5000), (700, 4096), (2, 3 * 2**20), (3, 2**20 + 4096)]
+)
+def test_a_copy_is_the_file_byte_for_byte(
+    nvme: DataDirectory, disk: DataDirectory, num_blocks: int, block_bytes: int
+) -> None:
+    sample = Sample(num_blocks=num_blocks, block_bytes=block_bytes)
+    written = sample.write(nvme)
+    copied = copy(nvme, disk, sample)
+    assert isinstance(copied, WrittenFile)
+    assert (copied.file_bytes, copied.keys) == (written.file_bytes, sample.keys)
+    assert path_of(disk, sample.name).read_bytes() == path_of(nvme, sample.name).read_bytes()
+    assert sample.name.folder in copied.flush
+    assert temp_files(disk) == []
+
+
+@pytest.mark.parametrize("limit", [512, 4096, 65_536])
+def test_transfers_that_are_cut_short_are_gone_on_with(nvme: DataDirectory, disk: DataDirectory, limit: int) -> None:
+    sample = Sample(num_blocks=5, block_bytes=9000)
+    sample.write(nvme)
+    with pytest.MonkeyPatch.context() as patch:
+        ShortTransfers(patch, "preadv", limit)
+        ShortTransfers(patch, "pwritev", limit)
+        assert isinstance(copy(nvme, disk, sample), WrittenFile)
+    assert path_of(disk, sample.name).read_bytes() == path_of(nvme, sample.name).read_bytes()
+
+
+def test_a_bit_that_is_flipped_once_costs_a_second_look(nvme: DataDirectory, disk: DataDirectory) -> None:
+    sample = Sample(num_blocks=5)
+    sample.write(nvme)
+    with pytest.MonkeyPatch.context() as patch:
+        lie = FlippedBit(patch, "preadv", at=3 * 4096, times=1)
+        assert isinstance(copy(nvme, disk, sample), WrittenFile)
+        assert lie.flipped == 1
+    assert path_of(disk, sample.name).read_bytes() == path_of(nvme, sample.name).read_bytes()
+
+
+def test_what_stays_flipped_is_not_copied(nvme: DataDirectory, disk: DataDirectory) -> None:
+    sample = Sample(num_blocks=5)
+    sample.write(nvme)
+    with pytest.MonkeyPatch.context() as patch:
+        FlippedBit(patch, "preadv", at=3 * 4096)
+        failure = copy(nvme, disk, sample)
+    assert isinstance(failure, Failure)
+    assert (failure.reason, failure.errno_name) == (Reason.CHECKSUM, "")
+    assert not path_of(disk, sample.name).exists()
+    assert temp_files(disk) == []
+
+
+@pytest.mark.parametrize("operation", ["preadv", "pread"])
+def test_a_source_that_cannot_be_read_says_nothing_about_the_target(
+    nvme: DataDirectory, disk: DataDirectory, operation: str
+) -> None:
+    sample = Sample()
+    sample.write(nvme)
+    with inject(errno.EIO, operation, times=10):
+        failure = copy(nvme, disk, sample)
+    assert isinstance(failure, Failure)
+    assert (failure.reason, failure.operation, failure.errno_name) == (Reason.IO_ERROR, "copy", "")
+    assert "EIO" in failure.problem
+
+
+def test_a_target_that_cannot_be_written_to_is_told_by_call_and_error(nvme: DataDirectory, disk: DataDirectory) -> None:
+    sample = Sample()
+    sample.write(nvme)
+    with inject(errno.ENOSPC, "pwritev"):
+        failure = copy(nvme, disk, sample)
+    assert isinstance(failure, Failure)
+    assert (failure.reason, failure.operation, failure.errno_name) == (Reason.DISK_FULL, "pwritev", "ENOSPC")
+    assert temp_files(disk) == []
+
+
+def test_a_file_of_another_layout_than_the_group_s_is_not_copied(nvme: DataDirectory, disk: DataDirectory) -> None:
+    sample = Sample()
+    sample.write(nvme)
+    failure = copy_extent(nvme, disk, demote_order(sample, 1), identity=identity(dtype="float32"))
+    assert isinstance(failure, Failure)
+    assert failure.reason == Reason.LAYOUT_MISMATCH
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 8192])
+def test_a_damaged_file_of_its_name_is_replaced(nvme: DataDirectory, disk: DataDirectory, size: int) -> None:
+    sample = Sample()
+    sample.write(nvme)
+    copy(nvme, disk, sample)
+    os.truncate(path_of(disk, sample.name), size)
+    assert isinstance(copy(nvme, disk, sample), WrittenFile)
+    assert sample.read(disk).valid == 3
+
+
+def test_where_a_file_has_one_name_only_it_is_copied_all_the_same(nvme: DataDirectory, disk: DataDirectory) -> None:
+    sample = Sample()
+    sample.write(nvme)
+    with inject(errno.EPERM, "link", times=10):
+        assert isinstance(copy(nvme, disk, sample), WrittenFile)
+    assert sample.read(disk).valid == 3
+    assert temp_files(disk) == []
+
+
+def test_a_file_that_comes_between_looking_and_naming_is_looked_at_again(
+    nvme: DataDirectory, disk: DataDirectory, tmp_path: Path
+) -> None:
+    """Another node's, and longer: it stays."""
+    mine, longer = Sample(num_blocks=2), Sample(num_blocks=4)
+    mine.write(nvme)
+    real = os.fdatasync
+
+    def and_another_comes(fd: int) -> None:
+        real(fd)
+        os.fdatasync = real
+        longer.write(disk)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", and_another_comes)
+        copied = copy(nvme, disk, mine)
+    assert isinstance(copied, WrittenFile)
+    assert copied.keys == longer.keys
+    assert longer.read(disk).valid == 4
+    assert temp_files(disk) == []
+
+
+def test_a_shorter_file_that_has_become_a_longer_one_is_not_replaced(nvme: DataDirectory, disk: DataDirectory) -> None:
+    short, mine, longer = (Sample(num_blocks=count) for count in (1, 2, 4))
+    short.write(disk)
+    mine.write(nvme)
+    real = os.fdatasync
+
+    def and_it_grows(fd: int) -> None:
+        real(fd)
+        os.fdatasync = real
+        longer.write(disk)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", and_it_grows)
+        copied = copy(nvme, disk, mine)
+    assert isinstance(copied, WrittenFile)
+    assert copied.keys == longer.keys
+    assert longer.read(disk).valid == 4
