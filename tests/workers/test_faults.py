@@ -125,7 +125,9 @@ def test_what_is_told_of_the_tier_behind_a_failure_was_seen_behind_it(tmp_path: 
         telling.start()
         assert is_looking.wait(30)
         gate.write_failed(Failure(Reason.IO_ERROR, "rename", "EIO", "Input/output error"), 4096)
-        failing = threading.Thread(target=lambda: (desk.worker._tier.report([OpFailed(7, Reason.IO_ERROR)]), failed.set()))
+        failing = threading.Thread(
+            target=lambda: (desk.worker._tier.report([OpFailed(7, Reason.IO_ERROR)]), failed.set())
+        )
         failing.start()
         desk.answer(7)
         failing.join(30)
