@@ -139,6 +139,14 @@ class Bench:
         return answer
 
 
+def with_extents(count: int, *, slots: int = 64) -> Bench:
+    """On disk are "0", "1" and so on, each used a second before the one in front of it."""
+    bench = Bench(slots)
+    for number in range(count):
+        bench.put(f"{number}", age=float(number))
+    return bench
+
+
 def _tokens(name: str, count: int) -> list[int]:
     first = int.from_bytes(blake3(name.encode()).digest()[:3], "little") * 100
     return list(range(first, first + count))
@@ -243,9 +251,7 @@ def test_since_takes_what_was_used_since_and_the_older_ancestors_that_it_needs()
 
 
 def test_a_budget_is_kept_to_the_block_and_says_that_there_is_more() -> None:
-    bench = Bench()
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4)
     assert bench.start().warmed_up(WarmupScope(budget_bytes=5 * PAGE)) == ["0", "1", "2"]
     progress = bench.progress()
     assert (progress.finished, progress.reason) == (True, Reason.BUDGET)
@@ -254,9 +260,7 @@ def test_a_budget_is_kept_to_the_block_and_says_that_there_is_more() -> None:
 
 
 def test_a_budget_that_ends_with_an_extent_says_so_as_well() -> None:
-    bench = Bench()
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4)
     assert bench.start().warmed_up(WarmupScope(budget_bytes=4 * PAGE)) == ["0", "1"]
     progress = bench.progress()
     assert (progress.finished, progress.reason) == (True, Reason.BUDGET)
@@ -264,18 +268,14 @@ def test_a_budget_that_ends_with_an_extent_says_so_as_well() -> None:
 
 
 def test_a_budget_that_all_fits_ends_without_a_reason() -> None:
-    bench = Bench()
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4)
     bench.start().warmed_up(WarmupScope(budget_bytes=8 * PAGE))
     assert (bench.progress().finished, bench.progress().reason) == (True, None)
     assert bench.progress().promoted_bytes == bench.progress().total_bytes == 8 * PAGE
 
 
 def test_what_is_there_counts_against_the_budget_so_that_asking_again_brings_nothing() -> None:
-    bench = Bench()
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4)
     scope = WarmupScope(budget_bytes=4 * PAGE)
     bench.start().warmed_up(scope)
     bench.warm_up(scope, OTHER_JOB)
@@ -285,9 +285,7 @@ def test_what_is_there_counts_against_the_budget_so_that_asking_again_brings_not
 
 
 def test_an_interrupted_one_is_gone_on_with_by_asking_again() -> None:
-    bench = Bench()
-    for number in range(8):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(8)
     bench.start().warm_up()
     bench.finish_read()
     bench.absorb(bench.state.cancel_warmup(JOB, bench.now))
@@ -301,9 +299,7 @@ def test_an_interrupted_one_is_gone_on_with_by_asking_again() -> None:
 
 
 def test_nothing_is_evicted_and_a_part_of_memory_stays_free() -> None:
-    bench = Bench(slots=64)
-    for number in range(40):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(40, slots=64)
     bench.start().warmed_up()
     assert not any(isinstance(effect, Evicted) for effect in bench.seen)
     progress = bench.progress()
@@ -312,9 +308,7 @@ def test_nothing_is_evicted_and_a_part_of_memory_stays_free() -> None:
 
 
 def test_it_waits_for_an_arena_that_is_still_growing() -> None:
-    bench = Bench(slots=8)
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4, slots=8)
     bench.start()
     bench.absorb(bench.state.host_limit(4 * PAGE, bench.now))
     bench.warmed_up()
@@ -327,9 +321,7 @@ def test_it_waits_for_an_arena_that_is_still_growing() -> None:
 
 
 def test_it_ends_when_the_arena_has_stopped_growing_below_its_size() -> None:
-    bench = Bench(slots=8)
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4, slots=8)
     bench.start()
     bench.absorb(bench.state.host_limit(4 * PAGE, bench.now))
     bench.warmed_up()
@@ -362,9 +354,7 @@ def test_without_an_nvme_tier_there_is_nothing_to_do() -> None:
 
 
 def test_while_a_lease_waits_no_read_is_begun_and_then_it_goes_on() -> None:
-    bench = Bench()
-    for number in range(12):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(12)
     bench.start().warm_up()
     assert bench.names_read() == ["0", "1", "2", "3"]
     assert isinstance(bench.acquire("11"), Waiting)
@@ -382,9 +372,7 @@ def test_while_a_lease_waits_no_read_is_begun_and_then_it_goes_on() -> None:
 
 
 def test_a_lease_that_gives_up_at_its_deadline_lets_it_go_on() -> None:
-    bench = Bench()
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4)
     bench.start()
     assert isinstance(bench.acquire("3", deadline=9.0), Waiting)
     bench.warm_up()
@@ -395,9 +383,7 @@ def test_a_lease_that_gives_up_at_its_deadline_lets_it_go_on() -> None:
 
 
 def test_where_requests_come_one_piece_is_read_at_a_time_and_more_when_none_has_come_for_a_while() -> None:
-    bench = Bench()
-    for number in range(12):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(12)
     bench.start().warm_up()
     assert len(bench.reading) == warmup.READS_ALONE
     for _ in range(4):
@@ -417,9 +403,7 @@ def test_where_requests_come_one_piece_is_read_at_a_time_and_more_when_none_has_
 
 
 def test_all_warmups_together_have_no_more_reads_under_way_than_one() -> None:
-    bench = Bench()
-    for number in range(12):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(12)
     bench.start().warm_up()
     bench.warm_up(job=OTHER_JOB)
     assert len(bench.reading) == warmup.READS_ALONE
@@ -454,9 +438,7 @@ def test_a_lease_gets_the_rest_of_what_is_just_being_brought(monkeypatch: pytest
 def test_many_extents_are_planned_in_slices_between_which_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup_plan, "SLICE", 3)
     monkeypatch.setattr(warmup, "SLICE", 3)
-    bench = Bench()
-    for number in range(20):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(20)
     bench.start().warm_up()
     slices = 0
     while bench.state.has_idle_work:
@@ -475,9 +457,7 @@ def test_many_extents_are_planned_in_slices_between_which_others_are_answered(mo
 def test_where_somebody_always_waits_a_slice_is_planned_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup_plan, "SLICE", 3)
     monkeypatch.setattr(warmup, "SLICE", 3)
-    bench = Bench()
-    for number in range(20):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(20)
     bench.start().warm_up()
     bench.absorb(bench.state.tick(bench.now))
     began = bench.now
@@ -541,9 +521,7 @@ def test_a_disk_that_does_not_answer_ends_it_at_once() -> None:
 
 
 def test_it_goes_on_with_the_next_storage_worker() -> None:
-    bench = Bench()
-    for number in range(4):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(4)
     bench.start().warm_up()
     bench.reading.clear()
     bench.absorb(bench.state.worker_died(bench.now))
@@ -555,9 +533,7 @@ def test_it_goes_on_with_the_next_storage_worker() -> None:
 
 
 def test_what_was_purged_meanwhile_is_left_out() -> None:
-    bench = Bench()
-    for number in range(6):
-        bench.put(f"{number}", age=float(number))
+    bench = with_extents(6)
     bench.start().warm_up()
     for extent in list(bench.state._ledger.tree):
         if bench.names[extent.key] in ("1", "4"):
