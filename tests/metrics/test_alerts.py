@@ -130,6 +130,46 @@ def test_panels_of_the_dashboard_lie_beside_each_other_and_have_ids_of_their_own
     assert json.loads(dashboard.page())["uid"] == "tierkv"
 
 
+def differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
+    """Where something of ours is missing or another in theirs, which may have more."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name, value in ours.items():
+            yield from differences(value, theirs[name], f"{at}.{name}") if name in theirs else [f"{at}.{name}"]
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(one, other, f"{at}[{number}]")
+    elif ours != theirs:
+        yield at
+
+
+def as_grafana_reads(board: dict[str, Any]) -> Any:
+    """Through the models that Grafana makes from its schemas of dashboards, panels and queries: what they have no field
+    for is lost."""
+    reason = "grafana-foundation-sdk is not installed: the dashboard is not held against Grafana's schemas"
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason=reason)
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=reason)
+    plugins.register_default_plugins()
+    return json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(board)))
+
+
+def test_the_dashboard_has_no_field_that_is_unknown_to_grafana() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    assert list(differences(board, as_grafana_reads(board))) == []
+
+
+def test_a_field_that_grafana_does_not_know_is_found() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    board["panels"][1]["targets"][0]["expression"] = "up"
+    board["panels"][1]["fieldConfig"]["defaults"]["units"] = "bytes"
+    board["templating"]["list"][0]["querry"] = "x"
+    assert list(differences(board, as_grafana_reads(board))) == [
+        ".templating.list[0].querry",
+        ".panels[1].fieldConfig.defaults.units",
+        ".panels[1].targets[0].expression",
+    ]
+
+
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 @pytest.mark.parametrize("arguments", [("check", "rules", RULES), ("test", "rules", RULES_TEST)])
 def test_promtool_accepts_the_rules_and_they_fire_when_they_should(arguments: tuple[Any, ...]) -> None:
