@@ -56,11 +56,13 @@ from tierkv.core.instructions import Read, Remove, ScrubProgress, SetAside, Tier
 from tierkv.core.journal import Account, Balances
 from tierkv.core.ledger import Departure
 from tierkv.core.pins import PinPhase, PinRefused
+from tierkv.core.prefill_rates import PrefillSample
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant
 from tierkv.core.purges import MAX_REMEMBERED, PurgePhase
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 from tierkv.core.state import CacheState, Limits
+from tierkv.core.value.cost import prefill_seconds
 from tierkv.core.warmup import WarmupScope
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining takes minutes here
@@ -844,6 +846,12 @@ class CacheMachine(RuleBasedStateMachine):
             promise.end_before(bad)
         self.absorb(self.state.report_bad(prompt.group, prompt.keys, first_bad, self.now))
         assert self.state.match(prompt.group, prompt.keys).blocks <= min(before, first_bad)
+
+    @rule(draw=st.data(), rate=st.sampled_from([4.0, 400.0, 12_000.0, 1e6]))
+    def report_prefill(self, draw: st.DataObject, rate: float) -> None:
+        """What goes first may be another one then, and nothing else."""
+        sample = PrefillSample(8_192, 0, prefill_seconds(8_192, 0, rate))
+        self.state.report_prefill(self.prompt(draw).group, [sample] * 8)
 
     # ---- time
 
