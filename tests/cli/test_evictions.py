@@ -16,6 +16,7 @@ from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.journal import Journal
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
+from tierkv_cli.eviction_plot import draw_evictions
 from tierkv_cli.eviction_view import add_up, shorten
 from tierkv_cli.evictions import view
 from tierkv_cli.prompts import clean_key
@@ -190,6 +191,36 @@ def test_a_picture_is_drawn_and_one_that_can_not_be_is_said_before(tierkv, node,
     node.asked.clear()
     assert tierkv("evictions", "--plot", str(tmp_path / "e.txt")).code == 2
     assert node.asked == []
+
+
+def test_the_picture_has_bytes_and_lost_seconds_by_reason_over_time(fonts):
+    def bar_heights(axes) -> dict[str, list[float]]:
+        return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+
+    buckets = (
+        Bucket(0.0, 1, 3 * 2**30, 0, 2**29, 5, 0.75, {"evicted": 2 * 2**30, "worth_less": 2**30}, {"worth_less": 0.75}),
+        Bucket(10.0, 1, 2**30, 0, 0, 0, 0.0, {"evicted": 2**30}, {}),
+    )
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    draw_evictions(figure, report(seconds=20.0, buckets=buckets))
+    upper, lower = figure.axes
+    assert bar_heights(upper) == {
+        "evicted": [2.0, 1.0],
+        "worth less": [1.0, 0.0],
+        "left a tier, still in another": [0.5, 0.0],
+    }
+    assert bar_heights(lower) == {"worth less": [0.75, 0.0]}
+    assert upper.get_ylabel() == "GiB in 10 s"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(bar_heights(upper))
+    colours = {bars.get_label(): bars[0].get_facecolor() for axes in figure.axes for bars in axes.containers}
+    assert len(set(colours.values())) == 3, "one of its own each, the same above and below"
+    empty = type(figure)()
+    draw_evictions(empty, report(buckets=(Bucket(0.0),)))
+    assert [axes.texts[0].get_text() for axes in empty.axes] == [
+        "nothing was evicted",
+        "nothing of it was asked for again",
+    ]
 
 
 def test_nobody_is_there_and_no_directory_was_named(tierkv, node, journal):

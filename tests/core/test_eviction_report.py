@@ -42,6 +42,11 @@ def test_lines_and_buckets_come_to_what_the_rows_do(by_prefix: bool) -> None:
     assert len(report.buckets) == NUM_BUCKETS
     assert sum(bucket.dropped_tokens + bucket.moved_tokens for bucket in report.buckets) == 32 * len(evictions)
     assert sum(bucket.regret_tokens for bucket in report.buckets) == 32 * len(regrets)
+    for bucket in report.buckets:
+        assert sum(bucket.dropped_bytes_by.values()) == bucket.dropped_bytes
+        assert sum(bucket.regret_seconds_by.values()) == pytest.approx(bucket.regret_seconds)
+    reasons = {row.reason for row in evictions if row.target == "dropped"}
+    assert {reason for bucket in report.buckets for reason in bucket.dropped_bytes_by} == reasons
     assert all(line.idle_seconds == pytest.approx(20.0 * line.tokens) for line in report.lines if line.evictions)
     assert all(line.age_seconds == pytest.approx(60.0 * line.tokens) for line in report.lines if line.evictions)
 

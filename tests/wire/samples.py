@@ -545,7 +545,7 @@ REPLIES: tuple[Reply, ...] = (
                 0.25,
             ),
         ),
-        buckets=(Bucket(1.5, 64, 4096, 32, 2048, 16, 0.25),),
+        buckets=(Bucket(1.5, 64, 4096, 32, 2048, 16, 0.25, {"evicted": 4096}, {"evicted": 0.25}),),
         groups=(GroupLabel(_GROUP, "11" * 32, "llama", "33" * 32, "lora", "0123abcd"),),
         damaged=1,
         not_written={"no_room": 2},

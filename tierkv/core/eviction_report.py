@@ -6,6 +6,7 @@ seconds of prefill that took.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -45,7 +46,8 @@ class EvictionLine(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One piece of the span of time, from `start` on. Dropped: nowhere any more; moved: still in another tier."""
+    """One piece of the span of time, from `start` on. Dropped: nowhere any more; moved: still in another tier. What was
+    dropped, and the seconds of regret, also by reason: why it had gone."""
 
     start: float
     dropped_tokens: int = 0
@@ -54,6 +56,8 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     moved_bytes: int = 0
     regret_tokens: int = 0
     regret_seconds: float = 0.0
+    dropped_bytes_by: dict[str, int] = {}
+    regret_seconds_by: dict[str, float] = {}
 
 
 class EvictionReport(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +108,40 @@ class _Sum:
         self.last_at = max(self.last_at, other.last_at)
 
 
+class _Bucket:
+    __slots__ = ("dropped_by", "dropped_tokens", "moved_bytes", "moved_tokens", "regret_by", "regret_tokens")
+
+    def __init__(self) -> None:
+        self.dropped_tokens = self.moved_tokens = self.moved_bytes = self.regret_tokens = 0
+        self.dropped_by: Counter[str] = Counter()
+        self.regret_by: defaultdict[str, float] = defaultdict(float)
+
+    def evicted(self, row: EvictionRow, *, is_dropped: bool) -> None:
+        if is_dropped:
+            self.dropped_tokens += row.tokens
+            self.dropped_by[row.reason] += row.num_bytes
+        else:
+            self.moved_tokens += row.tokens
+            self.moved_bytes += row.num_bytes
+
+    def regretted(self, row: RegretRow) -> None:
+        self.regret_tokens += row.tokens
+        self.regret_by[row.reason] += row.seconds
+
+    def at(self, start: float) -> Bucket:
+        return Bucket(
+            start,
+            self.dropped_tokens,
+            self.dropped_by.total(),
+            self.moved_tokens,
+            self.moved_bytes,
+            self.regret_tokens,
+            sum(self.regret_by.values()),
+            dict(self.dropped_by),
+            dict(self.regret_by),
+        )
+
+
 _Kind = tuple[bytes, str, str, str]  # group, source, target, reason
 _Prefix = tuple[bytes, int]  # key, first token
 
@@ -114,7 +152,7 @@ def summarize(rows: Iterable[AnyRow], since: float, until: float, *, by_prefix: 
     """`rows` in any order; those outside of [since, until] do not count."""
     sums: dict[_Kind, dict[_Prefix, _Sum]] = {}
     width = max(until - since, 1e-9) / NUM_BUCKETS
-    buckets = [[0, 0, 0, 0, 0, 0.0] for _ in range(NUM_BUCKETS)]
+    buckets = [_Bucket() for _ in range(NUM_BUCKETS)]
     for row in rows:
         if not (isinstance(row, EvictionRow | RegretRow) and since <= row.at <= until):
             continue
@@ -124,21 +162,16 @@ def summarize(rows: Iterable[AnyRow], since: float, until: float, *, by_prefix: 
             is_dropped = row.target == Account.DROPPED
             kind = row.group, row.source, row.target, row.reason
             _sum_of(sums, kind, prefix).evicted(row)
-            bucket[0 if is_dropped else 2] += row.tokens
-            bucket[1 if is_dropped else 3] += row.num_bytes
+            bucket.evicted(row, is_dropped=is_dropped)
         else:
             kind = row.group, row.source, str(Account.DROPPED), row.reason
             _sum_of(sums, kind, prefix).regretted(row)
-            bucket[4] += row.tokens
-            bucket[5] += row.seconds
+            bucket.regretted(row)
     return EvictionReport(
         since=since,
         until=until,
         lines=tuple(_lines(sums)),
-        buckets=tuple(
-            Bucket(since + index * width, int(a), int(b), int(c), int(d), int(e), f)
-            for index, (a, b, c, d, e, f) in enumerate(buckets)
-        ),
+        buckets=tuple(one.at(since + index * width) for index, one in enumerate(buckets)),
     )
 
 
