@@ -358,3 +358,15 @@ def test_a_removal_that_fails_is_told(disk: DataDirectory, operation: str) -> No
     assert path.exists() == (operation != "unlink")
     disk.clear_temp()
     assert temp_files(disk) == []
+
+
+def test_a_file_server_that_was_set_up_anew_is_a_directory_that_is_gone(disk: DataDirectory) -> None:
+    assert disk.find_loss() == ""
+    with inject(errno.ESTALE, "fstat", times=10):
+        assert "set up anew" in disk.find_loss()
+    with (
+        inject(errno.ESTALE, "fstat", times=10),
+        inject(errno.ESTALE, "stat", times=10),
+        pytest.raises(StorageError),
+    ):
+        disk.find_loss()

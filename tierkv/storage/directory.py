@@ -221,7 +221,12 @@ class DataDirectory:
         """What was taken away under a running node, in words; empty while all is in its place: the directory at `path`
         is the one that was opened, with its FORMAT, and with the lock that is open as `lock_fd`. Raises StorageError
         when it can't be said: then it is not known to be gone."""
-        mine = call("fstat", os.fstat, self._root_fd)
+        try:
+            mine = call("fstat", os.fstat, self._root_fd)
+        except StorageError as error:
+            if error.errno_name != "ESTALE" or _status(self.path, None) is None:
+                raise
+            return f"{self.path} is not what it was: its file server has been set up anew while it was in use"
         named = _status(self.path, None)
         if named is None:
             return f"{self.path} was removed or moved while in use"
