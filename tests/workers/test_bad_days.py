@@ -8,18 +8,31 @@ the first one.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.faults.system_calls import ALL_ERRNOS, Fault, FlippedBit, ShortTransfers
 from tests.storage.samples import Sample
-from tests.workers.desk import Desk, remove_order
-from tierkv.core.instructions import OpFailed, ReadDone, RemoveDone, SetAside, Touch, TouchRow, WriteDone
+from tests.workers.desk import Desk, DiskDesk, TierDesk, demote_order, put_on_nvme, remove_order
+from tierkv.core.instructions import (
+    AnyInstruction,
+    OpFailed,
+    ReadDone,
+    RemoveDone,
+    SetAside,
+    StillUsed,
+    Touch,
+    TouchRow,
+    WriteDone,
+)
 from tierkv.core.reasons import Reason
 from tierkv.torture.waits import wait_until
 
@@ -41,6 +54,7 @@ CALLS = (
     "mkdir",
     "rmdir",
     "rename",
+    "link",
     "unlink",
     "fstatvfs",
     "utime",
@@ -51,8 +65,9 @@ CALLS = (
 
 
 class Day:
-    def __init__(self, root: Path, number: int) -> None:
+    def __init__(self, root: Path, number: int, begin: Callable[..., TierDesk]) -> None:
         self.root = root
+        self.begin = begin
         self.chance = random.Random(number)
         self.samples = [Sample(seed=100 * (1 + which // 3), num_blocks=1 + which % 3) for which in range(18)]
         self.flushed: dict[bytes, Sample] = {}  # by key, what must be there
@@ -61,28 +76,40 @@ class Day:
 
     def run(self) -> None:
         for _ in range(3):
-            with Desk(self.root, health_seconds=0.05, quarantine_bytes=60_000) as desk:
+            with self.begin(self.root, health_seconds=0.05, quarantine_bytes=60_000) as desk:
                 desk.recovered()
+                self.put_on_nvme(desk)
                 self.check_found(desk)
                 for _ in range(HOURS):
                     self.hour(desk)
                 if self.chance.random() < 0.5:
                     desk.stop()
-        with Desk(self.root) as desk:
+        with self.begin(self.root) as desk:
             desk.recovered()
             self.check_found(desk)
             wait_until(lambda: not os.listdir(self.root / "tmp"), "no temp file is left, what is written now aside")
             for sample in list(self.flushed.values()):
                 self.load(desk, sample)
 
-    def check_found(self, desk: Desk) -> None:
+    def put_on_nvme(self, desk: TierDesk) -> None:
+        """For the disk tier, what it copies: of the extents that begin alike, the longest."""
+        if isinstance(desk, DiskDesk):
+            for sample in sorted(self.samples, key=lambda sample: sample.num_blocks):
+                put_on_nvme(desk.data, sample)
+
+    def store_order(self, desk: TierDesk, sample: Sample) -> AnyInstruction:
+        if isinstance(desk, DiskDesk):
+            return demote_order(sample, self.op)
+        return desk.arena.write_order(sample, self.op)
+
+    def check_found(self, desk: TierDesk) -> None:
         for key, sample in self.flushed.items():
             assert key in desk.rows, "what was reported flushed is lost"
             assert len(desk.rows[key].keys) >= len(sample.keys)
 
     # ---- an hour
 
-    def hour(self, desk: Desk) -> None:
+    def hour(self, desk: TierDesk) -> None:
         """Some operations on different keys, a fault meanwhile, and a quiet look at one of them afterwards."""
         chosen = {sample.name.key: sample for sample in self.chance.sample(self.samples, 5)}
         for sample in chosen.values():
@@ -122,15 +149,16 @@ class Day:
                 Fault(patch, self.chance.choice(CALLS), number, first=first, times=times, when=is_worker)
         return False
 
-    def send(self, desk: Desk, sample: Sample) -> tuple[str, int]:
+    def send(self, desk: TierDesk, sample: Sample) -> tuple[str, int]:
         self.op += 1
         name = sample.name
         what = self.chance.choice(["store", "store", "store", "load", "load", "remove", "set aside", "touch"])
         match what:
             case "store":
-                desk.send(desk.arena.write_order(sample, self.op))
+                desk.send(self.store_order(desk, sample))
             case "remove":
-                desk.send(remove_order(sample, self.op))
+                since = self.chance.choice([math.inf, 0.0, 2e9]) if isinstance(desk, DiskDesk) else math.inf
+                desk.send(msgspec.structs.replace(remove_order(sample, self.op), unless_used_since=since))
             case "set aside":
                 desk.send(SetAside(self.op, name.fingerprint, name.group, name.rank, name.key, Reason.REPORTED_BAD))
             case "touch":
@@ -145,13 +173,15 @@ class Day:
 
     # ---- what it comes to
 
-    def hear(self, desk: Desk, what: str, sample: Sample, answer: object, *, lies: bool) -> None:
+    def hear(self, desk: TierDesk, what: str, sample: Sample, answer: object, *, lies: bool) -> None:
         key = sample.name.key
         match answer:
             case WriteDone():
                 self.flushed[key] = sample
             case RemoveDone():
                 self.flushed.pop(key, None)
+            case StillUsed():
+                pass
             case OpFailed() if what == "store":
                 kept = self.flushed.get(key)
                 if kept is not None and len(kept.keys) > len(sample.keys):
@@ -163,7 +193,7 @@ class Day:
             case _:
                 raise AssertionError(answer)
 
-    def look(self, desk: Desk, sample: Sample, done: ReadDone, *, lies: bool) -> None:
+    def look(self, desk: TierDesk, sample: Sample, done: ReadDone, *, lies: bool) -> None:
         found = [desk.arena.read_back(sample, index) for index in range(done.valid)]
         assert found == sample.blocks[: done.valid], "wrong bytes were called valid"
         if done.gone and done.reason not in (Reason.NOT_FOUND, Reason.UNKNOWN_FORMAT):
@@ -171,7 +201,7 @@ class Day:
             is_longer = kept is None or len(sample.keys) > len(kept.keys)
             assert lies or is_longer, f"a good file was set aside: {done}"
 
-    def load(self, desk: Desk, sample: Sample) -> None:
+    def load(self, desk: TierDesk, sample: Sample) -> None:
         """Without any fault."""
         self.op += 1
         done = desk.load(sample, self.op)
@@ -182,8 +212,9 @@ class Day:
 
 
 @pytest.mark.parametrize("number", range(FIRST_DAY, FIRST_DAY + DAYS))
+@pytest.mark.parametrize("begin", [Desk, DiskDesk])
 def test_on_a_bad_day_nothing_is_wrong_and_nothing_that_was_flushed_is_lost(
-    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, begin: Callable[..., TierDesk], number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="tierkv")  # a record keeps its error, and that the views of the arena
-    Day(tmp_path / "data", number).run()
+    Day(tmp_path / "tier", number, begin).run()

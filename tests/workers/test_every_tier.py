@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.faults.system_calls import ALL_ERRNOS, inject
+from tests.faults.system_calls import ALL_ERRNOS, hold, inject
 from tests.storage.samples import BLOCK_TOKENS, FINGERPRINT, Sample, identity
 from tests.workers.desk import SECONDS, Desk, DiskDesk, TierDesk, remove_order
 from tierkv.core.identity import Identity
@@ -546,3 +546,28 @@ def test_a_read_that_does_not_come_back_is_told_and_what_is_sent_is_answered(roo
         assert isinstance(answered, ReadDone)
         assert answered.valid == 3
         desk.health(lambda health: health.writable and health.readable)
+
+
+@pytest.mark.parametrize("operation", ["pwritev", "fdatasync", "fsync", "stat", "scandir", "fstatvfs"])
+def test_whichever_call_does_not_come_back_it_is_told_and_files_are_read(
+    root: Path, begin: Begin, operation: str
+) -> None:
+    sample, other = Sample(), Sample(seed=60)
+    with begin(root) as desk:
+        desk.recovered()
+        desk.store(sample, 1)
+
+    def is_worker(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return threading.current_thread().name.startswith(("io-", "flusher", "health"))
+
+    with begin(root, stuck_seconds=0.1) as desk:
+        desk.recovered()
+        desk.open(sample)
+        order = desk.put_order(other, 2)
+        with hold(operation, when=is_worker) as barrier:
+            desk.send(order)
+            barrier.wait_reached()
+            assert not desk.health(lambda health: health.reason == Reason.IO_STUCK).writable
+            check_right(desk, sample, 3)
+        assert isinstance(desk.answer(2), WriteDone | OpFailed)
+        desk.health(lambda health: health.writable)
