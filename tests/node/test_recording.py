@@ -206,24 +206,32 @@ def test_what_a_recorder_that_died_had_not_written_is_counted_and_told_to_the_ne
 ) -> None:
     keys, _ = prompt(1)
     recorder.heard()
-    recorder.say(Recorded(pid=1, file_bytes=100, mark=recorder.mark), now=1.0)
+    recorder.say(Recorded(pid=1, file_bytes=100, mark=recorder.mark), now=kit.now - 2)
     for grant in (L1, T1, T2):
         acquire(kit, keys, grant)
-    recorder.say(Recorded(pid=1, file_bytes=200, taken=1, written=1, mark=recorder.mark), now=2.0)
+    recorder.say(Recorded(pid=1, file_bytes=200, taken=1, written=1, mark=recorder.mark), now=kit.now - 1)
     recorder.heard()  # it has read the other two as well, and dies
-    recorder.say(Recorded(pid=2, file_bytes=200), now=3.0)
+    recorder.say(Recorded(pid=2, file_bytes=200), now=kit.now)
     assert not recorder.recording.missing, "they may be on their way to it"
-    assert recorder.heard() == []
-    acquire(kit, keys, b"lease-after-that")
-    recorder.say(Recorded(pid=2, file_bytes=200, mark=recorder.mark), now=4.0)
-    assert recorder.recording.missing == {Reason.WORKER_DIED: 2}
-    group, asked, missing = recorder.heard()
+    (group,) = recorder.heard()
     assert isinstance(group, Group), "which the new one does not know"
+    acquire(kit, keys, b"lease-after-that")
+    recorder.say(Recorded(pid=2, file_bytes=200, mark=recorder.mark), now=kit.now + 1)
+    assert recorder.recording.missing == {Reason.WORKER_DIED: 2}
+    asked, missing = recorder.heard()
     assert isinstance(asked, Asked)
-    assert missing == Missing(since=3.0, requests=2, reason=Reason.WORKER_DIED)
-    recorder.say(Recorded(pid=2, file_bytes=300, taken=1, written=1, mark=recorder.mark), now=5.0)
+    assert missing == Missing(since=kit.now, requests=2, reason=Reason.WORKER_DIED)
+    recorder.say(Recorded(pid=2, file_bytes=300, taken=1, written=1, mark=recorder.mark), now=kit.now + 2)
     assert recorder.recording.missing == {Reason.WORKER_DIED: 2}
     assert recorder.recording.written == 2
+
+
+def test_what_a_dead_recorder_had_not_said_to_be_missing_the_next_one_says(kit: Kit, recorder: FakeRecorder) -> None:
+    recorder.heard()
+    recorder.say(Recorded(pid=1, file_bytes=0, missing={"not_found": 4}, untold={"not_found": 4}), now=kit.now)
+    recorder.say(Recorded(pid=2, file_bytes=0), now=kit.now)
+    assert recorder.heard()[-1] == Missing(since=kit.now, requests=4, reason=Reason.NOT_FOUND)
+    assert recorder.recording.missing == {Reason.NOT_FOUND: 4}, "which was counted before"
 
 
 def test_what_an_earlier_front_had_sent_is_not_missed_by_the_next(kit: Kit, recorder: FakeRecorder) -> None:

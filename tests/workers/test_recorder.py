@@ -203,9 +203,21 @@ def test_after_a_purge_recording_goes_on_and_can_be_read(recording: Recording, p
     assert [(step.time, len(step.blocks)) for step in read(path).steps] == [(1.0, 2), (9.0, 4), (10.0, 3)]
 
 
-def test_a_line_of_an_unknown_group_is_not_written(recording: Recording, path: Path) -> None:
-    assert not recording.add(Asked(time=0.0, group=b"?" * 32, blocks=1, hit=0, keys=short("a")))
+def test_a_line_of_an_unknown_group_waits_until_it_is_known(
+    recording: Recording, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_UNPLACED", 2)
+    third = msgspec.structs.replace(ONE, group=b"3" * 32)
+    for number in range(3):
+        assert not recording.add(asked("abc"[: number + 1], float(number), group=third))
+    recording.flush()
     assert not path.exists()
+    assert recording.missing == {Reason.WORKER_DIED: 1}, "there is room for so many"
+    recording.note(third)
+    recording.flush()
+    trace = read(path)
+    assert [(step.time, len(step.blocks)) for step in trace.steps] == [(0.0, 1), (1.0, 2)]
+    assert trace.gaps == (Gap(0.0, 1, "worker_died"),)
 
 
 def test_a_link_is_not_followed(recording: Recording, path: Path, tmp_path: Path) -> None:
@@ -307,6 +319,20 @@ def test_a_purge_leaves_what_it_says_of_missing_requests(recording: Recording, p
     record(recording, asked("ab"))
     recording.forget(Forget(job=b"j", salts=("",)))
     assert [line["line"] for line in lines_of(path)] == ["begun", "missing"]
+
+
+def test_what_is_missing_is_said_though_nothing_follows(recording: Recording, path: Path) -> None:
+    record(recording, asked("ab"))
+    recording.note_missing(Missing(since=1.5, requests=12, reason=Reason.NO_ROOM))
+    assert recording.untold() == {Reason.NO_ROOM: 12}
+    recording.flush()
+    assert recording.untold() == {}
+    recording.close()
+    recording.note_missing(Missing(since=2.5, requests=3, reason=Reason.NO_ROOM))
+    recording.flush()
+    assert recording.untold() == {Reason.NO_ROOM: 3}, "not for this alone a file is opened"
+    recording.finish()
+    assert [gap.requests for gap in read(path).gaps] == [12, 3]
 
 
 # ---- the process

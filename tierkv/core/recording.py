@@ -100,14 +100,16 @@ class Mark(Line, frozen=True, kw_only=True):
 
 class Recorded(Line, frozen=True, kw_only=True):
     """A sign of life of the recorder `pid`, and what is new since the one before: of `taken` requests, `written` are in
-    the file; `missing`, by reason, are not, or no more. `file_bytes` of both files. `problem`: why it can't write now.
-    `mark`: the number of the last Mark that it has read."""
+    the file; `missing`, by reason, are not, or no more. `untold` of all that are missing the file does not say yet.
+    `file_bytes` of both files. `problem`: why it can't write now. `mark`: the number of the last Mark that it has
+    read."""
 
     pid: int
     file_bytes: int
     taken: int = 0
     written: int = 0
     missing: dict[str, int] = {}
+    untold: dict[str, int] = {}
     problem: str = ""
     mark: int = 0
 

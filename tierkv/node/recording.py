@@ -177,6 +177,9 @@ class Recording:
 
     def _count_missing(self, requests: int, reason: str, since: float) -> None:
         self.missing[reason] += requests
+        self._keep_untold(requests, reason, since)
+
+    def _keep_untold(self, requests: int, reason: str, since: float) -> None:
         before, first = self._untold.get(reason, (0, since))
         self._untold[reason] = before + requests, first
 
@@ -200,8 +203,14 @@ class Recording:
 
     def _on_recorded(self, said: Recorded, now: float) -> None:
         if said.pid != self._last.pid and self._last.pid:
-            self._told.clear()  # the new one knows no group
             self._is_mark_due = True
+            for reason, requests in self._last.untold.items():  # it had no time to write so
+                self._keep_untold(requests, reason, now)
+            for group in self._groups.values():  # the new one knows none, and keeps what it can't place until it does
+                if self._send(group):
+                    self._told[group.group] = now
+                else:
+                    self._told.pop(group.group, None)
         since = self.heard if self.heard is not None else now
         self._last, self.heard = said, now
         self.written += said.written

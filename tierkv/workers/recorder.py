@@ -54,6 +54,7 @@ MAX_PACKET_BYTES = 4 * 2**20
 MAX_KNOWN_BLOCKS = 500_000
 """Keys that are remembered as written. When there are more, all are forgotten, and prompts are written whole again."""
 
+MAX_UNPLACED = 10_000
 FLUSH_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Recording:
         self._bytes = 0
         self._written_here = 0  # requests, since this file was opened
         self._waiting: list[_Waiting] = []
+        self._unplaced: list[Asked | Stored] = []  # of groups that are not known yet
         self._untold: dict[str, tuple[int, float]] = {}  # by reason, how many requests no line says are missing
         self.written = 0
         self.missing: Counter[str] = Counter()
@@ -103,13 +105,28 @@ class Recording:
         self._known: set[tuple[bytes, bytes]] = set()  # of a group, blocks that this file has written
 
     def note(self, group: Group) -> None:
+        """Its group is known from here on, and what has waited for that is added."""
         self._groups[group.group] = group
+        mine = [one for one in self._unplaced if one.group == group.group]
+        self._unplaced = [one for one in self._unplaced if one.group != group.group]
+        problem: OSError | None = None
+        for one in mine:
+            try:
+                self.add(one)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
 
     def add(self, happened: Asked | Stored) -> bool:
-        """Whether its group is known; of others nothing can be written. To be followed by `flush`."""
+        """Whether its group is known. Else it waits until that is: the recorder before this one may have been told. To
+        be followed by `flush`."""
         group = self._groups.get(happened.group)
         if group is None:
-            self._lose(1, Reason.WORKER_DIED)  # the one that died knew it
+            if len(self._unplaced) < MAX_UNPLACED:
+                self._unplaced.append(happened)
+            else:
+                self._lose(1, Reason.WORKER_DIED)
             return False
         if self._fd < 0:
             try:
@@ -131,6 +148,8 @@ class Recording:
     def flush(self) -> bool:
         """Hand it to the file system; whether there was anything."""
         is_moved = self._fd >= 0 and self._is_elsewhere()
+        if self._fd >= 0:
+            self._tell_missing()
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._hand_over(waiting)
@@ -140,6 +159,22 @@ class Recording:
             self.close()
             os.replace(self._path, self._older)
         return bool(waiting)
+
+    def finish(self) -> bool:
+        """Nothing comes any more: say what is missing, and flush."""
+        if self._untold and self._fd < 0:
+            self._open()
+        return self.flush()
+
+    def untold(self) -> dict[str, int]:
+        """Requests that are missing and that no line in the file says so of, by reason."""
+        waiting = Counter[str]()
+        for line in self._waiting:
+            if line.reason:
+                waiting[line.reason] += line.requests
+        for reason, (requests, _) in self._untold.items():
+            waiting[reason] += requests
+        return dict(waiting)
 
     def file_bytes(self) -> int:
         """Of both files. What can't be looked at counts nothing: that it can't be written is told anyway."""
@@ -345,13 +380,13 @@ class Recorder:
                 self._flush()
                 self._report()
                 due = time.monotonic() + FLUSH_SECONDS
-        self._flush()
+        self._try(self._recording.finish)
         self._recording.close()
 
     def _take(self, packet: AnyPacket) -> None:
         match packet:
             case Group():
-                self._recording.note(packet)
+                self._try(lambda: self._recording.note(packet))
             case Forget():
                 self._forget(packet)
             case Missing():
@@ -369,11 +404,11 @@ class Recorder:
             log.info("recording again, after %d writes that failed", self._lost)
             self._problem, self._lost = "", 0
 
-    def _try(self, write: Callable[[], bool]) -> bool:
+    def _try(self, write: Callable[[], bool | None]) -> bool:
         """Whether it did something. A recording that can't be written is told of once, and tried again with the next
         line."""
         try:
-            return write()
+            return bool(write())
         except OSError as error:
             self._lost += 1
             problem = f"{error.filename or 'the recording'}: {error.strerror}"
@@ -391,6 +426,7 @@ class Recorder:
             taken=self._taken - said.taken,
             written=recording.written - said.written,
             missing=dict(recording.missing - Counter(said.missing)),
+            untold=recording.untold(),
             problem=self._problem,
             mark=self._mark,
         )
