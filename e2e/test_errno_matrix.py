@@ -32,6 +32,7 @@ OPERATIONS = {
     "fstatvfs": "statvfs",
     "mkdir": "mkdir",
     "scandir": "listdir",
+    "write": "write",
 }
 """Function of `os` -> the name that it is counted by."""
 
