@@ -171,3 +171,11 @@ def test_a_shorter_file_that_has_become_a_longer_one_is_not_replaced(nvme: DataD
     assert isinstance(copied, WrittenFile)
     assert copied.keys == longer.keys
     assert longer.read(disk).valid == 4
+
+
+def test_where_nobody_may_set_times_it_is_copied_all_the_same(nvme: DataDirectory, disk: DataDirectory) -> None:
+    sample = Sample()
+    sample.write(nvme)
+    with inject(errno.EPERM, "utime", times=10):
+        assert isinstance(copy(nvme, disk, sample), WrittenFile)
+    assert sample.read(disk).valid == 3

@@ -21,6 +21,8 @@ from tierkv.core.instructions import (
     FileLost,
     FilesCounted,
     GroupFound,
+    ManifestEntry,
+    OpenNamespace,
     OpFailed,
     PurgeAbout,
     PurgeResumed,
@@ -44,6 +46,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import WrittenFile
+from tierkv.storage.namespace import write_namespace
 from tierkv.storage.purge_record import PurgeRecord, write_record
 from tierkv.storage.system_calls import Failure
 from tierkv.torture.waits import wait_until
@@ -309,14 +312,44 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(raw)
 
 
-def test_an_extent_of_a_group_that_nobody_opened_is_not_copied(disk: Path) -> None:
+def test_an_extent_of_a_group_that_nobody_knows_is_not_copied(disk: Path) -> None:
     sample = Sample()
     with DiskDesk(disk) as desk:
         desk.recovered()
         desk.send(desk.put_order(sample, 1))
         failed = desk.answer(1)
         assert isinstance(failed, OpFailed)
-        assert failed.reason == Reason.IDENTITY_MISMATCH
+        assert failed.reason == Reason.IO_ERROR  # which says nothing against the file
+        assert desk.health(lambda _: True).writable
+
+
+def test_a_group_that_was_opened_in_an_earlier_life_is_known_from_nvme(tmp_path: Path, disk: Path) -> None:
+    sample = Sample()
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        manifest = (ManifestEntry("model.safetensors", 123, "cd" * 32),)
+        with DataDirectory.open(desk.data, create=False, writable=False) as data:
+            write_namespace(data, OpenNamespace(sample.group, sample.identity, "small", manifest))
+        desk.send(desk.put_order(sample, 1))
+        assert isinstance(desk.answer(1), WriteDone)
+        for name in ("model.json", f"{sample.group.hex()}/identity.json"):
+            there, above = (root / "models" / FINGERPRINT / name for root in (disk, desk.data))
+            assert there.read_bytes() == above.read_bytes()
+
+
+def test_a_folder_that_is_taken_away_again_and_again_says_nothing_against_the_file_on_nvme(disk: Path) -> None:
+    sample = Sample()
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        desk.store(Sample(seed=60), 1)
+        order = desk.put_order(sample, 2)
+        with inject(errno.ENOENT, "link", times=10), inject(errno.ENOENT, "rename", times=10):
+            desk.send(order)
+            failed = desk.answer(2)
+        assert isinstance(failed, OpFailed)
+        assert failed.reason == Reason.IO_ERROR
+        desk.health(lambda health: health.writable)
+        desk.store(sample, 3)
 
 
 def test_a_group_that_another_node_has_purged_is_made_again(tmp_path: Path, disk: Path) -> None:

@@ -22,6 +22,7 @@ from tierkv.core.instructions import (
     GroupFound,
     OpFailed,
     PurgeAbout,
+    PurgeResumed,
     PurgeScope,
     PurgeSwept,
     Read,
@@ -467,6 +468,25 @@ def test_read_only_nothing_is_changed(root: Path, begin: Begin) -> None:
         assert not desk.wait_type(TierHealth).writable
         desk.stop()
     assert tree() == before
+
+
+def test_read_only_what_is_to_be_purged_stays_and_is_not_told(root: Path, begin: Begin) -> None:
+    mine, other = Sample(), of_another_group()
+    with begin(root) as desk:
+        desk.recovered()
+        desk.store(mine, 1)
+        desk.store(other, 2)
+        desk.stop()
+    data = desk.data if isinstance(desk, DiskDesk) else root
+    scope = PurgeScope(groups=(ScopeGroup(FINGERPRINT, mine.group),))
+    with DataDirectory.open(data, create=False, writable=False) as directory:
+        write_record(directory, PurgeRecord(b"purge number one", scope, PurgeAbout(1.0)))
+    with begin(root, read_only=True) as desk:
+        recovered = desk.recovered()
+        assert recovered.extents == 1
+        assert recovered.hidden_bytes == path_of(root, mine).stat().st_size
+        assert desk.wait_type(PurgeResumed).reason == Reason.READ_ONLY
+        assert set(desk.rows) == {other.name.key}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum
 
 from tierkv.core.identity import Identity
@@ -42,6 +42,7 @@ ATTEMPTS = 3
 """How often a name that another node has taken meanwhile is looked at again."""
 
 COARSE_SECONDS = 600.0
+_NO_TIMES = ("EPERM", "EOPNOTSUPP", "ENOTSUP", "ENOSYS")
 
 Reached = Callable[[str], None]
 
@@ -90,12 +91,18 @@ def copy_extent(
     except _SourceFailed as error:
         return error.failure
     except StorageError as error:
-        return Failure.of(error)
+        return _target_failed(error)
     except UnknownFormat as error:
         return Failure(Reason.UNKNOWN_FORMAT, "rename", "", f"{name} is of another version and was left: {error}")
     except ForeignFile as error:
         return Failure(Reason.IO_ERROR, "rename", "", f"{name}: {error}")
     return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} was taken by others {ATTEMPTS} times")
+
+
+def _target_failed(error: StorageError) -> Failure:
+    """A folder that somebody took away: not_found would say that the source is gone."""
+    reason = Reason.IO_ERROR if error.reason == Reason.NOT_FOUND else Reason(error.reason)
+    return Failure(reason, error.operation, error.errno_name, error.problem)
 
 
 def _copy_once(
@@ -116,7 +123,7 @@ def _copy_once(
             return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} is there, with blocks that go on otherwise")
         temp = opened.enter_context(TempFile(target, direct=True))
         _copy_proven(_SourceFile(source, fd, 0), BlockFile(target, temp.fd, 0), extent, target)
-        call("utime", os.utime, temp.fd, (demote.last_used, demote.last_used))
+        _set_last_use(temp.fd, demote.last_used)
         temp.flush()
         reached("temp_written")
         reached("before_rename")
@@ -238,9 +245,18 @@ def _require_same(folder_fd: int, demote: Demote, name: ExtentName, identity: Id
         raise _NameChanged
 
 
+def _set_last_use(fd: int, last_used: float) -> None:
+    """Where the file system lets nobody set times, it was used when it was copied."""
+    try:
+        call("utime", os.utime, fd, (last_used, last_used))
+    except StorageError as error:
+        if error.errno_name not in _NO_TIMES:
+            raise
+
+
 def _refresh(target: DataDirectory, name: ExtentName, there: FoundExtent, last_used: float) -> None:
     """It was used here as well. That it is older by a while does no harm."""
     if there.modified + COARSE_SECONDS >= last_used:
         return
-    with target.folder(name.folder) as folder_fd:
+    with suppress(StorageError), target.folder(name.folder) as folder_fd:
         call("utime", os.utime, name.file, (last_used, last_used), dir_fd=folder_fd, follow_symlinks=False)

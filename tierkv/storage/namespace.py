@@ -14,7 +14,7 @@ import os
 import msgspec
 
 from tierkv.core.identity import Identity
-from tierkv.core.instructions import OpenNamespace
+from tierkv.core.instructions import ManifestEntry, OpenNamespace
 from tierkv.errors import ForeignFile, StorageError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_header import open_regular
@@ -58,6 +58,15 @@ def write_namespace(directory: DataDirectory, opened: OpenNamespace) -> None:
     if read_identity(directory, fingerprint, group) is None:
         content = IdentityFile(group.hex(), opened.identity, opened.model_name)
         _write(directory, group_parts(fingerprint, group), IDENTITY_FILE, content)
+
+
+def read_opened(directory: DataDirectory, fingerprint: str, group: bytes) -> OpenNamespace | None:
+    """What the group's files were made by; None where there is no identity.json of it. Raises StorageError."""
+    found, model = read_identity(directory, fingerprint, group), read_model(directory, fingerprint)
+    if found is None:
+        return None
+    manifest = () if model is None else tuple(ManifestEntry(file.name, file.size, file.digest) for file in model.files)
+    return OpenNamespace(group, found.identity, found.model_name, manifest)
 
 
 def read_identity(directory: DataDirectory, fingerprint: str, group: bytes) -> IdentityFile | None:

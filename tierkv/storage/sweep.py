@@ -97,6 +97,8 @@ class _Sweep:
     strays: Strays = field(default_factory=Strays)
 
     def run(self) -> Swept:
+        if self.directory.read_only:
+            raise StorageError("unlink", "EROFS", Reason.READ_ONLY, f"{self.directory.path} is used read only")
         whole = list(self._groups())
         for folder in whole:
             self.tell(folder.group, 0)

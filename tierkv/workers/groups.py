@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import OpenNamespace, PurgeScope
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.namespace import read_identity, write_namespace
+from tierkv.storage.namespace import read_identity, read_opened, write_namespace
 from tierkv.storage.sweep import covers
 
 
@@ -25,9 +25,9 @@ class Groups:
         with self._lock:
             self._opened[opened.group] = opened
 
-    def make(self, fingerprint: str, group: bytes) -> Identity | None:
+    def make(self, fingerprint: str, group: bytes, source: DataDirectory | None = None) -> Identity | None:
         """The group's identity, its folder and identity.json being durable; None for a group that nobody opened and
-        that is not on disk. Raises StorageError."""
+        that is neither on disk nor in `source`, the directory that its files are copied from. Raises StorageError."""
         known = self._on_disk.get(group)
         if known is not None and known.weights == fingerprint and not self._directory.is_shared:
             return known
@@ -36,6 +36,8 @@ class Groups:
                 self._on_disk.pop(group, None)  # another node may have purged it since
             identity = self._find(fingerprint, group)
             opened = self._opened.get(group)
+            if identity is None and opened is None and source is not None:
+                opened = read_opened(source, fingerprint, group)
             if identity is None and opened is not None and opened.identity.weights == fingerprint:
                 write_namespace(self._directory, opened)
                 identity = self._on_disk[group] = opened.identity

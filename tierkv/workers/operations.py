@@ -179,12 +179,14 @@ class Operations:
         started = time.monotonic()
         name = ExtentName.of(order)
         try:
-            identity = self._groups.make(order.fingerprint, order.group)
+            identity = self._groups.make(order.fingerprint, order.group, self._source)
         except StorageError as error:
             self._gate.write_failed(Failure.of(error), 0)
-            return OpFailed(order.op, Reason(error.reason), f"the group's folder can't be made: {error}")
+            reason = Reason.IO_ERROR if error.reason == Reason.NOT_FOUND else Reason(error.reason)
+            return OpFailed(order.op, reason, f"the group's folder can't be made: {error}")
         if identity is None:
-            return OpFailed(order.op, Reason.IDENTITY_MISMATCH, f"group {order.group.hex()} was never opened")
+            reason = Reason.IDENTITY_MISMATCH if self._source is None else Reason.IO_ERROR  # the file may well be right
+            return OpFailed(order.op, reason, f"group {order.group.hex()} was never opened")
         closed = self._admit(expected)
         if closed is not None:
             return OpFailed(order.op, closed.reason, closed.problem)

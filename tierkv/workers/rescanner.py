@@ -94,6 +94,7 @@ class Rescanner:
         self._telling = threading.Lock()
         self._clock = clock
         self._due = clock() + seconds
+        self._looking: set[ExtentName] = set()
         self._is_running = False
         self._is_ended = False
         self.rounds = 0
@@ -177,13 +178,14 @@ class Rescanner:
         except StorageError as error:
             scan.strays.note(error, (*namespace.parts, shelf))
             return True
-        arriving = {name for key in there if self._operations.is_arriving(name := namespace.extent(key))}
+        ours = {name for key in there if self._operations.is_arriving(name := namespace.extent(key))}
+        ours |= frozenset(self._looking)  # before the index, which has no row of a file whose look is over
         if not self._index.drain(INDEX_SECONDS):
             return True
         rows = self._catalog.read(namespace.pack() + bytes.fromhex(shelf))
         if isinstance(rows, IndexFailed):
             return True
-        self._compare(scan, namespace, there, rows, arriving)
+        self._compare(scan, namespace, there, rows, ours)
         return True
 
     def _list(self, namespace: Namespace, shelf: str) -> dict[bytes, os.stat_result]:
@@ -208,15 +210,16 @@ class Rescanner:
         namespace: Namespace,
         there: dict[bytes, os.stat_result],
         rows: dict[bytes, IndexedFile | None],
-        arriving: set[ExtentName],
+        ours: set[ExtentName],
     ) -> None:
+        """`ours` are being written, or looked at already."""
         prefix = namespace.pack()
         changes: list[Change] = []
         for key, status in there.items():
             row_name = prefix + key
             indexed = rows.pop(row_name, None)
             name = namespace.extent(key)
-            if name in arriving:
+            if name in ours:
                 continue
             if indexed is None or (indexed.inode, indexed.row.file_bytes) != (status.st_ino, status.st_size):
                 scan.news.append((namespace, key, indexed))
@@ -227,8 +230,19 @@ class Rescanner:
         self._index.add(*changes)
         for row_name in rows:
             name = namespace.extent(row_name[len(prefix) :])
-            look = partial(self._operations.look_for, name)
-            self._queue.submit(Operation(name, Urgency.SCRUB, look), timeout_seconds=0.0)
+            if name not in ours:
+                self._look_for(name)
+
+    def _look_for(self, name: ExtentName) -> None:
+        self._looking.add(name)
+        if not self._queue.submit(Operation(name, Urgency.SCRUB, partial(self._look, name)), timeout_seconds=0.0):
+            self._looking.discard(name)
+
+    def _look(self, name: ExtentName) -> None:
+        try:
+            self._operations.look_for(name)
+        finally:
+            self._looking.discard(name)
 
     # ---------------------------------------------------------------- what is new
 
