@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt
+from tests.core.test_ghosts import GROUP as GHOST_GROUP
 from tests.core.test_ghosts import ghost_of
 from tests.core.test_reuse_sample import GROUP, group_of, path
 from tierkv.core.counters import Counters
@@ -30,7 +31,7 @@ DAY = 86_400.0
 
 
 def sizing(max_samples: int = 10_000) -> LiveSizing:
-    return LiveSizing(Counters(), lambda _group: RATE, 8 * PAGE, max_samples=max_samples)
+    return LiveSizing(Counters(), {GHOST_GROUP: GROUP}.get, lambda _group: RATE, 8 * PAGE, max_samples=max_samples)
 
 
 def found(report: SizeReport, capacity: int) -> float:
@@ -219,6 +220,7 @@ def test_looking_at_what_was_asked_is_idle_work() -> None:
 def test_regret_that_room_does_not_help_against_is_no_reason_for_more_of_it() -> None:
     live = sizing()
     for reason in (Reason.EVICTED, Reason.EXPIRED):
-        live.asked(GROUP, path("a"), 0.0)
-        live.regretted(replace(ghost_of(0, 1), reason=reason, evicted_at=1.0), 2.0, 3.0)
+        ghost = replace(ghost_of(0, 1), reason=reason, evicted_at=1.0)
+        live.ghost_changed(ghost, 1)
+        live.regretted(ghost, 2.0, 3.0)
     assert [(gain.tokens, gain.seconds) for gain in live.report(DAY, 4.0).more_gains] == [(16, 2.0)]

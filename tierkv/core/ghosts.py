@@ -10,7 +10,7 @@ A ghost goes when its blocks are stored again (`claim`), when its group is purge
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tierkv.core.keys import KEY_BYTES
@@ -95,6 +95,7 @@ class Ghosts:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_key: OrderedDict[bytes, Ghost] = OrderedDict()
+        self.on_change: Callable[[Ghost, int], None] = lambda _ghost, _sign: None  # +1: it is one, -1: no more
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -107,13 +108,12 @@ class Ghosts:
         went before them: then they join its ghost. Returns what is forgotten for it."""
         follower = self._by_key.get(behind)
         if follower is not None and ghost.is_like(follower):
-            del self._by_key[behind]
+            self._drop(behind)
             ghost = replace(ghost, keys=ghost.keys + follower.keys, blocks=ghost.blocks + follower.blocks)
-        replaced = self._by_key.pop(ghost.key, None)
-        self._by_key[ghost.key] = ghost
-        forgotten = [replaced] if replaced is not None else []
+        forgotten = [self._drop(ghost.key)] if ghost.key in self._by_key else []
+        self._put(ghost)
         while len(self._by_key) > self._limit:
-            forgotten.append(self._by_key.popitem(last=False)[1])
+            forgotten.append(self._drop(next(iter(self._by_key))))
         return forgotten
 
     def find(self, group: bytes, key: bytes) -> Ghost | None:
@@ -143,22 +143,30 @@ class Ghosts:
         behind them stays."""
         claimed = self.along(group, block_keys)
         for stretch in claimed:
-            ghost = self._by_key.pop(stretch.ghost.key)
+            ghost = self._drop(stretch.ghost.key)
             if stretch.ghost.blocks < ghost.blocks:
-                rest = ghost.part(stretch.ghost.blocks, ghost.blocks)
-                self._by_key[rest.key] = rest
+                self._put(ghost.part(stretch.ghost.blocks, ghost.blocks))
         return claimed
 
     def put_back(self, ghost: Ghost) -> None:
         """What `claim` took out and is no less a ghost for that."""
-        self._by_key[ghost.key] = ghost
+        self._put(ghost)
 
     def forget(self, groups: frozenset[bytes] | None) -> list[Ghost]:
         """Nothing of these groups is remembered from here on; None: of any. Returns what was."""
         forgotten = [ghost for ghost in self if groups is None or ghost.group in groups]
         for ghost in forgotten:
-            del self._by_key[ghost.key]
+            self._drop(ghost.key)
         return forgotten
+
+    def _put(self, ghost: Ghost) -> None:
+        self._by_key[ghost.key] = ghost
+        self.on_change(ghost, 1)
+
+    def _drop(self, key: bytes) -> Ghost:
+        ghost = self._by_key.pop(key)
+        self.on_change(ghost, -1)
+        return ghost
 
 
 def _common_blocks(keys: bytes, block_keys: list[bytes], start: int) -> int:

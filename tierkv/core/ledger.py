@@ -198,7 +198,8 @@ class Ledger:
         self.has_let_go = False  # something purged was, since somebody looked
         self.earlier_bytes = 0  # of earlier fronts' arenas that engines still have mapped
         self.counts = Counters()
-        self.sizing = LiveSizing(self.counts, self.prefill_rate, limits.extent_bytes)
+        self.sizing = LiveSizing(self.counts, self.groups.get, self.prefill_rate, limits.extent_bytes)
+        self.ghosts.on_change = self.sizing.ghost_changed
         self.effects: deque[Effect] = deque()
         self.is_closing = False
 

@@ -20,7 +20,6 @@ from tierkv.core.counters import Counters
 from tierkv.core.ghosts import Ghost
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.more_room import MoreRoom
-from tierkv.core.reasons import Reason
 from tierkv.core.reuse_sample import MAX_SAMPLES, ReuseSample, block_bytes
 from tierkv.core.size_report import Gain, MoreGain, SizeReport
 from tierkv.core.value.cost import prefill_seconds
@@ -38,8 +37,6 @@ KEPT_SECONDS = 3 * 86_400.0
 LEARNING_SECONDS = 86_400.0
 """For so long a second sample with a higher rate learns what there is, before it takes over from one that has become
 too small: the rate of a sample only sinks."""
-
-TIERS = ("host", "nvme", "disk")
 
 MAX_WAITING_BLOCKS = 16_384
 BLOCKS_A_STEP = 256
@@ -103,17 +100,20 @@ class _Waiting(NamedTuple):
 
 
 class LiveSizing:
-    """`prefill_rate(group)`: tokens a second at the start of a prompt. `extent_bytes`: of a whole extent."""
+    """`group(key)`: what is known of it; `prefill_rate(group)`: tokens a second at the start of a prompt.
+    `extent_bytes`: of a whole extent."""
 
     def __init__(
         self,
         counts: Counters,
+        group: Callable[[bytes], Group | None],
         prefill_rate: Callable[[Group], float],
         extent_bytes: int,
         *,
         max_samples: int = MAX_SAMPLES,
     ) -> None:
         self._counts = counts
+        self._group = group
         self._prefill_rate = prefill_rate
         self._extent_bytes = extent_bytes
         self._max_samples = max_samples
@@ -122,17 +122,14 @@ class LiveSizing:
         self._successor: ReuseSample | None = None
         self._successor_began = 0.0
         self._windows: deque[_Window] = deque(maxlen=MAX_WINDOWS)
-        self._more = MoreRoom(self._evicted_bytes)
+        self._more = MoreRoom(self._bytes_of)
         self._waiting: deque[_Waiting] = deque()
         self._waiting_blocks = 0
-        self._blocks = 0  # asked for so far, and their bytes
-        self._block_bytes = 0
 
     # ---- what happens
 
     def asked(self, group: Group, keys: bytes, now: float) -> None:
         """A prompt is asked for; what is missing of it will be stored."""
-        self._more.mark(TIERS, now)
         self._wait(_Waiting(group, keys, True, now))
 
     def stored(self, group: Group, keys: bytes, now: float) -> None:
@@ -140,12 +137,16 @@ class LiveSizing:
         self._wait(_Waiting(group, keys, False, now))
 
     def regretted(self, ghost: Ghost, seconds: float, now: float) -> None:
-        """What was evicted is asked for; to compute it again takes so long."""
-        more = self._more.needed(ghost)
+        """What was evicted, and is still gone, is asked for; to compute it again takes so long."""
+        more = self._more.needed(ghost, now)
         if more is not None:
             window = self._window(now)
             place = bisect_left(EDGES, more)
             window.more.setdefault((ghost.tier, place), _Sum()).add(ghost.tokens, seconds, 0)
+
+    def ghost_changed(self, ghost: Ghost, sign: int) -> None:
+        """Blocks are a ghost from now on (+1), or none any more (-1)."""
+        self._more.changed(ghost, sign)
 
     @property
     def has_work(self) -> bool:
@@ -234,8 +235,6 @@ class LiveSizing:
         prefill, tokens, num_bytes = self._prefill_rate(group), group.block_tokens, block_bytes(group)
         window.requests += 1
         window.asked.add(blocks * tokens, prefill_seconds(blocks * tokens, 0, prefill), blocks * num_bytes)
-        self._blocks += blocks
-        self._block_bytes += blocks * num_bytes
         for stratum in range(blocks.bit_length() + 1):
             window.asked_blocks[stratum] += max(0, min(blocks, 1 << stratum) - (1 << stratum >> 1))
         each_stands_for = 1 / self._sample.rate
@@ -282,21 +281,22 @@ class LiveSizing:
             regretted_seconds=counts.regretted_seconds,
         )
 
-    def _evicted_bytes(self, tier: str) -> int:
-        """Blocks that were refused would have taken room as well. They are counted, not their bytes: they are taken to
-        be as large as those that are asked for."""
-        evicted = self._counts.evicted_bytes[tier, Reason.EVICTED]
-        if tier == "host" and self._blocks:
-            evicted += self._counts.refused_blocks[Reason.WORTH_LESS] * self._block_bytes // self._blocks
-        return evicted
+    def _bytes_of(self, ghost: Ghost) -> int:
+        group = self._group(ghost.group)
+        if group is None:
+            return 0
+        return ghost.blocks * (block_bytes(group) if ghost.tier == "host" else self._file_bytes(group))
+
+    def _file_bytes(self, group: Group) -> int:
+        """Of a block in all ranks' files, when its extent is as long as extents may be."""
+        blocks = max(1, self._extent_bytes // group.slot_bytes)
+        return group.ranks * group.file_bytes(blocks) // blocks
 
     def _file_factor(self) -> float:
         memory = files = 0.0
         for step in self._sample.steps():
-            group = step.group
-            blocks = max(1, self._extent_bytes // group.slot_bytes)
             memory += step.num_bytes
-            files += step.blocks * group.ranks * group.file_bytes(blocks) / blocks
+            files += step.blocks * self._file_bytes(step.group)
         return files / memory if memory else 1.0
 
 
