@@ -38,6 +38,7 @@ from tierkv.client.operators import (
     pins,
     purge_step,
     shares,
+    size,
     starts,
     status,
     top,
@@ -272,6 +273,11 @@ class AskTop(Scene):
 class AskShares(Scene):
     def act(self) -> Any:
         return self.engine.client._run(shares(self.engine.client._verbs))
+
+
+class AskSize(Scene):
+    def act(self) -> Any:
+        return self.engine.client._run(size(self.engine.client._verbs, 3_600.0))
 
 
 class AskStarts(Scene):

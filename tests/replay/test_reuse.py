@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from tests.replay.test_driver import random_trace
 from tierkv.core.value.cost import prefill_seconds
 from tierkv.replay.optimum import infinite
 from tierkv.replay.reuse import Found, reuse_curve
-from tierkv.replay.sizing import Point, Rates, Sizing, size
+from tierkv.replay.sizing import Demand, Point, Sizing, size
 from tierkv.replay.trace import Trace, TraceBuilder, TraceGroup, Verb
 
 RATE = 1_000.0
@@ -73,8 +74,9 @@ def test_a_trace_without_reuse_has_no_curve() -> None:
 
 
 def sizing(trace: Trace, *, host: int | None = None, nvme: int | None = None, step: int = BLOCK_BYTES) -> Sizing:
-    rates = Rates(prefill=RATE, load=BLOCK_BYTES / 1e-4)  # a tenth of a millisecond a block
-    return size(trace, rates=rates, host_bytes=host, nvme_bytes=nvme, step_bytes=step)
+    load_rate = BLOCK_BYTES / 1e-4  # a tenth of a millisecond a block
+    demand = Demand.of(trace, RATE)
+    return size(demand, load_rate=load_rate, host_bytes=host, nvme_bytes=nvme, step_bytes=step)
 
 
 def test_seconds_are_those_of_a_day() -> None:
@@ -106,6 +108,14 @@ def test_nvme_saves_what_memory_does_not_hold_less_its_loading() -> None:
         nvme_seconds=None,
         nvme_next=None,
     )
+
+
+def test_files_that_take_more_than_memory_need_more_room() -> None:
+    demand = replace(Demand.of(trace_of("a", "b", "a"), RATE), file_factor=1.5)
+    for nvme, found in ((2 * BLOCK_BYTES, False), (3 * BLOCK_BYTES, True)):
+        made = size(demand, load_rate=1e12, host_bytes=BLOCK_BYTES, nvme_bytes=nvme, step_bytes=BLOCK_BYTES)
+        assert made.nvme is not None
+        assert bool(made.nvme.nvme_seconds) is found
 
 
 def test_capacities_are_round_and_go_up_to_the_ceiling() -> None:

@@ -22,6 +22,7 @@ from tierkv.core.explanation import (
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import Difference, GroupCount, ManifestEntry
 from tierkv.core.prefill_rates import PrefillSample
+from tierkv.core.size_report import Gain, MoreGain
 from tierkv.core.starts import LastEnd, Start, StartKind, Window
 from tierkv.wire.frames import encode
 from tierkv.wire.messages import (
@@ -84,6 +85,9 @@ from tierkv.wire.messages import (
     ShareRow,
     Shares,
     SharesReply,
+    Size,
+    SizedTier,
+    SizeReply,
     Starts,
     StartsReply,
     Status,
@@ -269,6 +273,7 @@ REQUESTS: tuple[Request, ...] = (
     Evictions(id=50, session=_TOKEN, job=_GRANT, seconds=3600.5, by_prefix=True),
     Audit(id=51, session=_TOKEN, job=_GRANT, resolve=3, resolution="a disk was exchanged"),
     Evict(id=52, session=_TOKEN, tier=EvictedTier.NVME, to_bytes=4096, fingerprint="11", dry_run=True),
+    Size(id=53, session=_TOKEN, seconds=3600.5),
 )
 
 REPLIES: tuple[Reply, ...] = (
@@ -592,6 +597,30 @@ REPLIES: tuple[Reply, ...] = (
         is_cut=True,
         reason="no_room",
         victims=(VictimRow(_GROUP, "llama", _GROUP, 16, "dropped", 2, 32, 8192, 1.5, 2.5, 3, 0.25),),
+    ),
+    SizeReply(
+        id=53,
+        since=1.5,
+        until=2.5,
+        requests=1,
+        asked_tokens=64,
+        asked_seconds=0.25,
+        sample_began=0.5,
+        samples=2,
+        sampled_uses=3,
+        rate=0.125,
+        seen_bytes=65_536,
+        file_factor=1.5,
+        first_tokens=32.5,
+        gains=(Gain(4096, 16.5, 0.125, 2048.5),),
+        policy="density",
+        tiers=(SizedTier("host", 8192, 16),),
+        saved_seconds=0.5,
+        regretted_tokens=8,
+        regretted_seconds=0.0625,
+        more_gains=(MoreGain("host", 1024, 8, 0.0625),),
+        prefill_tokens_per_second=12_000.0,
+        load_bytes_per_second=1e9,
     ),
 )
 

@@ -38,6 +38,7 @@ from tierkv.client.operators import (
     pins,
     purge_step,
     shares,
+    size,
     starts,
     status,
     this_user,
@@ -65,6 +66,7 @@ from tierkv.wire.messages import (
     PinsReply,
     PurgeReply,
     SharesReply,
+    SizeReply,
     StartsReply,
     StatusReply,
     TopReply,
@@ -236,6 +238,9 @@ class Operator:
     async def unpin(self, *, pin: bytes | None = None, prefix: str | None = None) -> list[PinRow]:
         """As the blocking `unpin`."""
         return await self._run(unpin_until_settled(self._verbs, pin, prefix))
+
+    async def size(self, *, seconds: float = 86_400.0) -> SizeReply:
+        return await self._run(size(self._verbs, seconds))
 
     async def shares(self) -> SharesReply:
         return await self._run(shares(self._verbs))

@@ -36,6 +36,7 @@ from tierkv.client.operators import (
     purge_step,
     require_timeout,
     shares,
+    size,
     starts,
     status,
     this_user,
@@ -63,6 +64,7 @@ from tierkv.wire.messages import (
     PinsReply,
     PurgeReply,
     SharesReply,
+    SizeReply,
     StartsReply,
     StatusReply,
     TopReply,
@@ -257,6 +259,11 @@ class Operator:
         """End a pin by its id, or all of the prefix that ends with the block `prefix`. Returns what was pinned when its
         records are off the disk; a row that is `recorded` still says with its `reason` why it is not."""
         return self._run(unpin_until_settled(self._verbs, pin, prefix))
+
+    def size(self, *, seconds: float = 86_400.0) -> SizeReply:
+        """What more and less room would have found of what was asked for in the last `seconds`, and what the node found
+        with what it has."""
+        return self._run(size(self._verbs, seconds))
 
     def shares(self) -> SharesReply:
         return self._run(shares(self._verbs))

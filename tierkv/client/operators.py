@@ -42,6 +42,8 @@ from tierkv.wire.messages import (
     Request,
     Shares,
     SharesReply,
+    Size,
+    SizeReply,
     Starts,
     StartsReply,
     Status,
@@ -146,6 +148,10 @@ def audit_step(verbs: Verbs, job: bytes, resolve: int, resolution: str) -> Verb[
 def evict_step(verbs: Verbs, tier: str, to_bytes: int, fingerprint: str, dry_run: bool) -> Verb[EvictReply]:
     fields = {"tier": EvictedTier(tier), "to_bytes": to_bytes, "fingerprint": fingerprint, "dry_run": dry_run}
     return (yield from _insist(verbs, Evict, EvictReply, **fields))
+
+
+def size(verbs: Verbs, seconds: float) -> Verb[SizeReply]:
+    return (yield from _insist(verbs, Size, SizeReply, seconds=seconds))
 
 
 RECORD_SECONDS = 0.02

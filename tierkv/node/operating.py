@@ -14,6 +14,7 @@ from tierkv.node.journal_reports import JournalReports
 from tierkv.node.pinning import Pinning
 from tierkv.node.purging import Purging
 from tierkv.node.replies import evict_reply, no_warmup, warmup_reply
+from tierkv.node.sizing import Sizing
 from tierkv.node.waiting import Asker
 from tierkv.wire.messages import Error, ErrorCode, Evict, Purge, Reply, Request, Starts, Status, Usage, Verify, Warmup
 
@@ -48,6 +49,7 @@ class Operating:
             **Explaining(core).handlers,
             **self._reports.handlers,
             Evict: self._evict,
+            **Sizing(core).handlers,
             **Pinning(core, is_read_only=is_read_only, unreadable=self._unreadable_pins).handlers,
         }
 

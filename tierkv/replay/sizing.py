@@ -1,11 +1,11 @@
-"""How much memory and NVMe are worth it, told from a trace."""
+"""How much memory and NVMe are worth it, told from what each use needs: of a trace, or of what a node has sampled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tierkv.config.sizes import GiB
-from tierkv.replay.reuse import Found, ReuseCurve, reuse_curve
+from tierkv.replay.reuse import ReuseCurve, reuse_curve
 from tierkv.replay.trace import Trace
 
 REALISTIC_SHARE = 0.9
@@ -13,6 +13,7 @@ REALISTIC_SHARE = 0.9
 
 SECONDS_A_DAY = 86_400.0
 MOST_ROWS = 9
+FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,6 @@ class Point:
 class Sizing:
     """`host_bytes` is the host memory that NVMe is looked at below."""
 
-    trace: Trace
     host_bytes: int
     step_bytes: int
     points: tuple[Point, ...]
@@ -45,22 +45,34 @@ class Sizing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Tokens of prefill a second, bytes a second from NVMe."""
+class Demand:
+    """What was asked for within `seconds`: `asked_tokens`, of which each capacity of host memory finds what `curve`
+    says. In files a block takes `file_factor` times as much."""
 
-    prefill: float
-    load: float
+    curve: ReuseCurve
+    asked_tokens: int
+    seconds: float
+    file_factor: float = 1.0
+
+    @property
+    def days(self) -> float:
+        return max(self.seconds, 1.0) / SECONDS_A_DAY
+
+    @staticmethod
+    def of(trace: Trace, prefill_rate: float) -> Demand:
+        return Demand(curve=reuse_curve(trace, prefill_rate), asked_tokens=trace.asked_tokens, seconds=trace.seconds)
 
 
-def size(trace: Trace, *, rates: Rates, host_bytes: int | None, nvme_bytes: int | None, step_bytes: int) -> Sizing:
-    """`host_bytes` None: where the curve of host memory bends. `nvme_bytes` is what there is, or is thought of."""
-    curve = reuse_curve(trace, rates.prefill)
+def size(
+    demand: Demand, *, load_rate: float, host_bytes: int | None, nvme_bytes: int | None, step_bytes: int
+) -> Sizing:
+    """`host_bytes` None: where the curve of host memory bends. `nvme_bytes` is what there is, or is thought of; read
+    with `load_rate` bytes a second."""
+    curve = demand.curve
     knee = curve.knee_bytes()
     host = host_bytes if host_bytes is not None else knee
-    days = max(trace.seconds, 1.0) / SECONDS_A_DAY
-    look = _Look(trace, curve, rates, host, step_bytes, days)
+    look = _Look(demand, load_rate, host, step_bytes)
     return Sizing(
-        trace=trace,
         host_bytes=host,
         step_bytes=step_bytes,
         points=tuple(look.at(capacity) for capacity in _round_sizes(curve)),
@@ -74,39 +86,42 @@ def size(trace: Trace, *, rates: Rates, host_bytes: int | None, nvme_bytes: int 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    trace: Trace
-    curve: ReuseCurve
-    rates: Rates
+    demand: Demand
+    load_rate: float
     host_bytes: int
     step_bytes: int
-    days: float
 
     def at(self, capacity: int) -> Point:
-        found = self.curve.at(capacity)
-        more = capacity + self.step_bytes
-        nvme, nvme_more = (self._nvme(one) if one > self.host_bytes else None for one in (capacity, more))
+        demand, curve = self.demand, self.demand.curve
+        found, more = curve.at(capacity), curve.at(capacity + self.step_bytes)
+        nvme, nvme_more = self._nvme(capacity), self._nvme(capacity + self.step_bytes)
         return Point(
             capacity_bytes=capacity,
-            hit_rate=found.tokens / self.trace.asked_tokens,
-            host_seconds=found.seconds / self.days,
-            host_next=(self.curve.at(more).seconds - found.seconds) / self.days,
+            hit_rate=found.tokens / demand.asked_tokens if demand.asked_tokens else 0.0,
+            host_seconds=found.seconds / demand.days,
+            host_next=(more.seconds - found.seconds) / demand.days,
             nvme_seconds=nvme,
             nvme_next=nvme_more - nvme if nvme is not None and nvme_more is not None else None,
         )
 
-    def _nvme(self, capacity: int) -> float:
+    def _nvme(self, capacity: int) -> float | None:
         """What is found in either tier, less the loading of what is not in memory."""
-        found, in_host = self.curve.at(capacity), self.curve.at(self.host_bytes)
-        return (found.seconds - self._load_seconds(found, in_host)) / self.days
-
-    def _load_seconds(self, found: Found, in_host: Found) -> float:
-        return (found.num_bytes - in_host.num_bytes) / self.rates.load
+        demand = self.demand
+        in_files = int(capacity / demand.file_factor)
+        if in_files <= self.host_bytes:
+            return None
+        found, in_host = demand.curve.at(in_files), demand.curve.at(self.host_bytes)
+        load_seconds = (found.num_bytes - in_host.num_bytes) * demand.file_factor / self.load_rate
+        return (found.seconds - load_seconds) / demand.days
 
 
 def _round_sizes(curve: ReuseCurve) -> list[int]:
-    """Powers of two of GiB (of bytes, where everything is smaller), up to the first that finds everything."""
+    """Powers of two of GiB, up to the first that finds everything; of less, where these are few."""
+    if not curve.ceiling_bytes:
+        return []
     top = 1
     while top < curve.ceiling_bytes:
         top *= 2
-    sizes = [top >> shift for shift in range(MOST_ROWS)]
-    return sorted(size for size in sizes if size >= min(GiB, top))
+    sizes = sorted({top >> shift for shift in range(MOST_ROWS)} - {0})
+    large = [size for size in sizes if size >= GiB]
+    return large if len(large) >= FEW_ROWS else sizes

@@ -21,6 +21,7 @@ from tierkv.core.explanation import Asked, Namespace, Trace
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import Difference, GroupCount, ManifestEntry
 from tierkv.core.prefill_rates import PrefillSample
+from tierkv.core.size_report import Gain, MoreGain
 from tierkv.core.starts import Start
 
 PROTOCOL_VERSION = 1
@@ -1052,6 +1053,62 @@ class Evict(Request, frozen=True, kw_only=True, tag=True):
     dry_run: bool = False
 
 
+# ---- what room is worth
+
+
+class SizedTier(msgspec.Struct, frozen=True):
+    """`hit_tokens` were found in it."""
+
+    tier: str
+    capacity_bytes: int
+    hit_tokens: int
+
+
+class SizeReply(Reply, frozen=True, kw_only=True, tag=True):
+    """Of what was asked for from `since` to `until`, which is less than was wished for where the node knows less.
+
+    An estimate, for a cache that drops what was used longest ago: `gains` of room in host memory. It is told from a
+    sample: `samples` of all blocks, `rate` of them, that together take `seen_bytes` of host memory, in files
+    `file_factor` as much; known since `sample_began`, and used `sampled_uses` times in this span. `first_tokens` were
+    asked for the first time since then: no room would have them.
+
+    What the node did with what it has, by its `policy`: `tiers`, the prefill that hits saved, and what was evicted and
+    asked for again; `more_gains`: what more room would have kept of that.
+
+    Seconds of prefill are reckoned with the rates that engines have told, until then with `prefill_tokens_per_second`
+    at the begin of a prompt; files were read with `load_bytes_per_second` (0: none was)."""
+
+    since: float
+    until: float
+    requests: Count
+    asked_tokens: Count
+    asked_seconds: float
+    sample_began: float
+    samples: Count
+    sampled_uses: Count
+    rate: float
+    seen_bytes: Count
+    file_factor: float
+    first_tokens: float
+    gains: tuple[Gain, ...]
+    policy: str
+    tiers: tuple[SizedTier, ...]
+    saved_seconds: float
+    regretted_tokens: Count
+    regretted_seconds: float
+    more_gains: tuple[MoreGain, ...]
+    prefill_tokens_per_second: float
+    load_bytes_per_second: float
+
+
+class Size(Request, frozen=True, kw_only=True, tag=True):
+    """What more and less room would have found of what was asked for in the last `seconds`."""
+
+    reply: ClassVar[type[Reply]] = SizeReply
+
+    seconds: Annotated[float, Meta(ge=0, le=1e10)] = 86_400.0
+
+
 AnyRequest = (
     Hello
     | OpenGroup
@@ -1081,6 +1138,7 @@ AnyRequest = (
     | Evictions
     | Audit
     | Evict
+    | Size
 )
 AnyReply = (
     Error
@@ -1109,4 +1167,5 @@ AnyReply = (
     | EvictionsReply
     | AuditReply
     | EvictReply
+    | SizeReply
 )
