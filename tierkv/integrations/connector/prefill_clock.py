@@ -14,8 +14,9 @@ KV than of computing, and is left out.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierkv.client import Group
@@ -40,30 +41,51 @@ class Chunk:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    number: int
+    began: float
+    chunks: Sequence[Chunk]
+    tokens: int
+
+
 class PrefillClock:
-    def __init__(self) -> None:
-        self._steps: deque[tuple[float, Sequence[Chunk], int]] = deque()
-        self._ended = float("-inf")
+    """Steps without prompts are only counted: most are, and nobody has to look at a clock for them."""
 
-    def begin(self, chunks: Sequence[Chunk], tokens: int, now: float) -> None:
-        """A step of so many `tokens` in all."""
-        if len(self._steps) == MOST_STEPS:
-            self._steps.clear()
-        self._steps.append((now, chunks, tokens))
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._num_begun = self._num_ended = 0
+        self._timed: deque[_Timed] = deque()
+        self._ended = float("-inf")  # the last one that ended while a timed one was under way
 
-    def end(self, now: float) -> None:
+    def begin(self, chunks: Sequence[Chunk] = (), tokens: int = 0) -> None:
+        """A step, and what it computes of prompts if it is worth timing; `tokens` in all."""
+        self._num_begun += 1
+        if self._num_begun - self._num_ended > MOST_STEPS:
+            self._num_ended = self._num_begun - 1
+            self._timed.clear()
+        of_prompts = sum(chunk.tokens for chunk in chunks) if chunks else 0
+        if of_prompts >= max(LEAST_TOKENS, LEAST_SHARE * tokens):
+            self._timed.append(_Timed(self._num_begun, self._clock(), chunks, tokens))
+
+    def end(self) -> None:
         """Of the oldest step that is under way."""
-        if not self._steps:
-            return
-        began, chunks, tokens = self._steps.popleft()
-        seconds, self._ended = now - max(began, self._ended), now
-        if not chunks:
-            return  # as in most steps
-        of_prompts = sum(chunk.tokens for chunk in chunks)
-        if of_prompts < max(LEAST_TOKENS, LEAST_SHARE * tokens):
-            return
-        costs = [prefill_seconds(chunk.tokens, chunk.first_token, 1.0) for chunk in chunks]
-        each = seconds * of_prompts / tokens / sum(costs)
-        for chunk, cost in zip(chunks, costs, strict=True):
-            if chunk.group is not None:
-                chunk.group.report_prefill(tokens=chunk.tokens, first_token=chunk.first_token, seconds=each * cost)
+        if self._num_ended < self._num_begun:
+            self._num_ended += 1
+            if self._timed:
+                self._end_before(self._clock())
+
+    def _end_before(self, now: float) -> None:
+        since, self._ended = self._ended, now
+        if self._timed[0].number == self._num_ended:
+            step = self._timed.popleft()
+            _tell(step, now - max(step.began, since))
+
+
+def _tell(step: _Timed, seconds: float) -> None:
+    costs = [prefill_seconds(chunk.tokens, chunk.first_token, 1.0) for chunk in step.chunks]
+    of_prompts = sum(chunk.tokens for chunk in step.chunks)
+    each = seconds * of_prompts / step.tokens / sum(costs)
+    for chunk, cost in zip(step.chunks, costs, strict=True):
+        if chunk.group is not None:
+            chunk.group.report_prefill(tokens=chunk.tokens, first_token=chunk.first_token, seconds=each * cost)

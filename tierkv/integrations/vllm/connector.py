@@ -347,13 +347,17 @@ class SchedulerSide:
 
     def step(self, scheduler_output: Any) -> Plan:
         started = time.perf_counter()
-        self._begin_timing(scheduler_output, started)
+        chunks: list[Chunk] = []
+        added, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
+        if total - len(added) >= LEAST_TOKENS - 1:  # in most steps there is a token for each request
+            chunks = self._fence.run("timing a step", lambda: self._chunks(scheduler_output), chunks)
+        self._prefills.begin(chunks, total)
         scheduled: list[Scheduled] = []
         try:  # and not by way of the fence's `run`: most steps end with what is found here
             scheduled = self._scheduled(scheduler_output)
         except Exception as fault:  # noqa: BLE001 - as behind every fence
             self._fence.caught("looking at a step", fault)
-        plan = self._scheduler.step(scheduled, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+        plan = self._scheduler.step(scheduled, is_idle=total == 0)
         if plan.stores:
             self._has_acted = True
             self._fence.run("noting events", lambda: self.events.planned(plan, self._requests), None)
@@ -397,7 +401,7 @@ class SchedulerSide:
         """vLLM asks after every step, also an empty one, in the order in which they were planned. The time taken, which
         changes with each, is told with the rest or once a second."""
         try:
-            self._prefills.end(time.perf_counter())
+            self._prefills.end()
         except Exception as fault:  # noqa: BLE001 - as behind every fence
             self._fence.caught("timing a step", fault)
         if not self._has_acted:
@@ -409,13 +413,6 @@ class SchedulerSide:
             return {}
         self._told, self._seconds_told_at = told, now
         return self._differences.take(numbers_of_scheduler(counts, self._bypassed, faults))
-
-    def _begin_timing(self, scheduler_output: Any, now: float) -> None:
-        added, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
-        chunks: list[Chunk] = []
-        if total - len(added) >= LEAST_TOKENS - 1:  # in most steps there is a token for each request
-            chunks = self._fence.run("timing a step", lambda: self._chunks(scheduler_output), chunks)
-        self._prefills.begin(chunks, total, now)
 
     def _chunks(self, scheduler_output: Any) -> list[Chunk]:
         """Of prompts."""
