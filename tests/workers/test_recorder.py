@@ -296,6 +296,21 @@ def test_what_went_with_a_file_that_somebody_removed_is_missing_in_the_next(reco
     assert trace.gaps == (Gap(0.0, 3, "not_found"),)
 
 
+def test_a_folder_that_can_not_be_looked_at_keeps_no_line_back(
+    recording: Recording, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(recording, asked("ab"))
+
+    def refuse(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refuse)
+        record(recording, asked("abc", 2.0))
+    assert (recording.written, recording.missing) == (2, {})
+    assert len(read(path).steps) == 2
+
+
 def test_a_file_that_was_moved_away_keeps_what_it_has_and_another_begins(recording: Recording, path: Path) -> None:
     record(recording, asked("ab"))
     moved = path.with_name("yesterday.jsonl")

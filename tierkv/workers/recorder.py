@@ -210,8 +210,10 @@ class Recording:
         all is lost that it had of ours, and what waits as well, for it builds on that."""
         try:
             there = self._path.stat(follow_symlinks=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             there = None
+        except OSError:
+            return False  # it can't be said; whether it can be written is seen by writing
         ours = os.fstat(self._fd)
         if there is not None and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
             return False
