@@ -212,6 +212,15 @@ def test_an_inline_directory_whose_sockets_would_have_too_long_a_path_is_refused
     assert settings(inline_dir=fits + "x").inline_dir == Path(fits + "x")  # nobody connects there
 
 
+def test_a_reserve_of_the_whole_file_system_is_refused_and_one_that_has_no_size_is_none_of_that(tmp_path):
+    on = machine(disk_bytes=10 * GiB)
+    assert settings(on, data_dir=tmp_path, nvme_reserve_bytes="9GiB").nvme_reserve_bytes == 9 * GiB
+    assert refusal(on, data_dir=tmp_path, nvme_reserve_bytes="10GiB").field == "nvme_reserve_bytes"
+    nothing_said = machine(disk_bytes=0)
+    assert settings(nothing_said, data_dir=tmp_path).nvme_reserve_bytes == 0
+    assert settings(nothing_said, data_dir=tmp_path, nvme_reserve_bytes="1GiB").nvme_reserve_bytes == GiB
+
+
 def test_a_user_must_be_able_to_hold_something():
     assert refusal(inline_users="1", inline_bytes="1").field == "inline_bytes"
 

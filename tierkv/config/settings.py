@@ -366,7 +366,8 @@ class Settings(BaseModel):
                 f"{_words(self.nvme_write_bytes_per_day)} is less than one extent (extent_bytes, "
                 f"{_words(self.extent_bytes)}), which could never be written; write more, or 0 for no limit",
             )
-        if self.data_dir is not None and self.nvme_reserve_bytes >= (there := machine.file_system_bytes(self.data_dir)):
+        there = machine.file_system_bytes(self.data_dir) if self.data_dir is not None else 0
+        if 0 < there <= self.nvme_reserve_bytes:  # some don't say what they have
             raise ConfigError(
                 "nvme_reserve_bytes",
                 f"{_words(self.nvme_reserve_bytes)} is all that the file system of data_dir has ({_words(there)}); "
