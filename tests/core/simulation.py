@@ -25,6 +25,7 @@ from tierkv.core.grants import (
 )
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import (
+    Demote,
     ExtentRow,
     ForgetPin,
     GroupFound,
@@ -68,7 +69,7 @@ FILE_HEADER_BYTES = 2 * PAGE  # of the tiny extents here
 
 Stamp = tuple[bytes, int]
 FileName = tuple[bytes, int, bytes]  # group, rank, key
-FileOp = Write | Read | Remove | SetAside | SweepPurge | Zero
+FileOp = Write | Read | Demote | Remove | SetAside | SweepPurge | Zero
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -285,10 +286,13 @@ class Worker:
         self.unheard: list[tuple[FileOp | None, Report]] = []  # done, and the core doesn't know
         self.touched = 0
         self.pin_failure: Reason | None = None
+        self.disk_tier: Disk | None = None  # purges are recorded for it too
 
     def take(self, instruction: object) -> None:
         if isinstance(instruction, RecordPurge):
             self.disk.purges[instruction.purge] = (instruction.scope, instruction.about)
+            if self.disk_tier is not None:
+                self.disk_tier.purges[instruction.purge] = (instruction.scope, instruction.about)
             self.unheard.append((None, PurgeRecorded(instruction.purge)))
         elif isinstance(instruction, RecordPin):
             if self.pin_failure is None:

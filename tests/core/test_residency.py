@@ -1,4 +1,4 @@
-"""The table of an extent's copy on NVMe: each row, and that nothing else can happen."""
+"""The table of an extent's copy in a tier of files: each row, and that nothing else can happen."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ STORIES = [
     ),
     ("evicted", [FileEvent.RECOVERED, FileEvent.EVICT, FileEvent.REMOVED], FileState.ABSENT),
     ("found damaged", [FileEvent.RECOVERED, FileEvent.LOST, FileEvent.REMOVED], FileState.ABSENT),
+    ("removed by another node", [FileEvent.RECOVERED, FileEvent.FORGOTTEN], FileState.ABSENT),
+    ("kept, as another node used it", [FileEvent.RECOVERED, FileEvent.EVICT, FileEvent.KEPT], FileState.PRESENT),
+    (
+        "not copied to the disk tier after all",
+        [FileEvent.ADMIT, FileEvent.ISSUE, FileEvent.ABANDONED],
+        FileState.ABSENT,
+    ),
 ]
 
 

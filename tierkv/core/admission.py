@@ -169,7 +169,9 @@ class Admission:
     @staticmethod
     def _absent_above(extent: Extent) -> Extent | None:
         above = extent.above.owner if extent.above is not None else None
-        return above if above is not None and above.nvme not in _ON_THE_WAY else None
+        if above is None or above.nvme in _ON_THE_WAY or above.has_file:
+            return None
+        return above
 
     def _bytes_of(self, extent: Extent) -> int:
         group = self._ledger.group_of(extent)

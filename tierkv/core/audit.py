@@ -15,6 +15,7 @@ from tierkv.core.ledger import Ledger
 from tierkv.core.pinned import Stay
 from tierkv.core.pins import Pins
 from tierkv.core.residency import FileState
+from tierkv.core.tier_files import TierFiles
 from tierkv.core.value.hazards import TOKENS_OF_A_UNIT
 from tierkv.core.value.kinds import NUM_KINDS
 from tierkv.core.wiping import Wiping
@@ -92,11 +93,12 @@ def _check_extents(ledger: Ledger) -> None:
         _require(extent.in_tree and extent.key == key == extent.block_key(0), f"not under its key: {story}")
         _require(len(extent.keys) == extent.num_blocks * KEY_BYTES > 0, f"keys and length differ: {story}")
         _require(
-            extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks,
+            extent.has_file or extent.host_blocks == extent.num_blocks,
             f"a block without a usable copy in every rank: {story}",
         )
         _require(extent.longest_host_blocks <= extent.num_blocks, f"more slots than blocks: {story}")
-        _require(extent.sealed or extent.nvme is FileState.ABSENT, f"on NVMe and not sealed: {story}")
+        is_in_files = extent.nvme is not FileState.ABSENT or extent.disk is not FileState.ABSENT
+        _require(extent.sealed or not is_in_files, f"in files and not sealed: {story}")
         _require((extent in ledger.unsealed) != extent.sealed, f"seal and list of growing ones differ: {story}")
         _require(extent.hot_blocks <= extent.num_blocks, f"hotter than long: {story}")
         _require(not extent.purged, f"purged and still to be found: {story}")
@@ -121,8 +123,13 @@ def _check_branches(ledger: Ledger) -> None:
 
 
 def _check_branch_counts(branch: Branch) -> None:
-    in_host = sum(kid.longest_host_blocks > 0 for kid in branch.kids)
-    _require(branch.host_kids == in_host, f"{branch.host_kids} kids in host memory counted, {in_host} there")
+    there = (
+        sum(kid.longest_host_blocks > 0 for kid in branch.kids),
+        sum(kid.nvme is FileState.PRESENT for kid in branch.kids),
+        sum(kid.disk is FileState.PRESENT for kid in branch.kids),
+    )
+    counted = (branch.host_kids, branch.nvme_kids, branch.disk_kids)
+    _require(counted == there, f"kids in host memory, on NVMe, on disk: {counted} counted, {there} there")
 
 
 def _check_orders(ledger: Ledger) -> None:
@@ -133,6 +140,8 @@ def _check_orders(ledger: Ledger) -> None:
             _require(extent in order, f"may leave host memory and is not on offer: {extent!r}")
         if ledger.may_leave_nvme(extent):
             _require(extent in ledger.nvme_order, f"may leave NVMe and is not on offer: {extent!r}")
+        if ledger.has_disk and ledger.may_leave_disk(extent):
+            _require(extent in ledger.disk_order, f"may leave the disk tier and is not on offer: {extent!r}")
 
 
 def _check_exposures(ledger: Ledger) -> None:
@@ -166,23 +175,32 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
     for share in ledger.shares.all:
         its = [group for group in ledger.groups.values() if group.share is share]
         on_nvme = sum(map(cascade.nvme.staying_bytes_of, its))
+        on_disk = sum(map(cascade.disk.staying_bytes_of, its))
         in_host = sum(group.host_slots * group.slot_bytes for group in its)
         for ticket in ledger.tickets.values():
             group = ledger.groups[ticket.group]
             in_host += len(ticket.offsets) * group.slot_bytes if group.share is share else 0
-        found = (share.host_bytes, share.nvme_bytes)
-        _require(found == (in_host, on_nvme), f"{share.name} uses {found} counted, {in_host, on_nvme} there")
+        found = (share.host_bytes, share.nvme_bytes, share.disk_bytes)
+        there = (in_host, on_nvme, on_disk)
+        _require(found == there, f"{share.name} uses {found} counted, {there} there")
     cascade.nvme.check_sums()
+    cascade.disk.check_sums()
+    others = cascade.found.other_bytes()
+    _require(cascade.disk.stranded_bytes >= others, f"files of others take {others} bytes, and count for less")
     if ledger.has_nvme:
-        room = ledger.limits.nvme_bytes - cascade.nvme.overhead_bytes
-        staying = cascade.nvme.used_bytes + cascade.nvme.reserved_bytes - cascade.nvme.removing_bytes
-        _require(
-            staying <= room
-            or cascade.is_behind
-            or not cascade.nvme.can_remove
-            or not any(map(ledger.may_leave_nvme, ledger.tree)),
-            f"NVMe beyond its capacity while something may go: {staying} bytes stay where {room} may",
-        )
+        _check_room(cascade, cascade.nvme, any(cascade.nvme_eviction.may_go_now(e, 0.0) for e in ledger.tree))
+    if ledger.has_disk:
+        _check_room(cascade, cascade.disk, any(map(ledger.may_leave_disk, ledger.tree)))
+
+
+def _check_room(cascade: Cascade, files: TierFiles, may_any_go: bool) -> None:
+    room = files.books.capacity_bytes - files.overhead_bytes
+    staying = files.used_bytes + files.reserved_bytes - files.going_bytes
+    is_due = files.is_open and files.can_remove and not cascade.is_behind
+    _require(
+        staying <= room or not is_due or not may_any_go,
+        f"{files.books.tier} beyond its capacity while something may go: {staying} bytes stay where {room} may",
+    )
 
 
 def _check_grants(ledger: Ledger) -> None:
@@ -244,7 +262,7 @@ def _check_pins(ledger: Ledger, pins: Pins) -> None:
 def _check_stay(ledger: Ledger, extent: Extent, stay: Stay, in_host: dict[bytes, int]) -> None:
     keys = split_keys(extent.keys)
     is_on_nvme = extent.nvme is FileState.PRESENT
-    kept = in_host if is_on_nvme else ledger.pins.wanted
+    kept = in_host if extent.has_file else ledger.pins.wanted
     depth = next((index for index, key in enumerate(keys) if key not in kept), len(keys))
     story = f"{stay} of {extent!r}, of which {depth} blocks are to stay in host memory"
     _require(stay.host_blocks <= depth, story)

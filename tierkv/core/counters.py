@@ -31,12 +31,19 @@ class Counters:
     nvme_write_seconds: float = 0.0
     nvme_read_bytes: int = 0
     nvme_read_seconds: float = 0.0
+    demoted_extents: int = 0  # copied to the disk tier
+    dropped_demotions: Counter[str] = field(default_factory=Counter)  # left NVMe without a copy there, by reason
+    disk_written_bytes: int = 0
+    disk_write_seconds: float = 0.0
+    disk_read_bytes: int = 0
+    disk_read_seconds: float = 0.0
     promoted_blocks: int = 0
     failed_reads: Counter[str] = field(default_factory=Counter)
     damaged_extents: Counter[str] = field(default_factory=Counter)
     drift_bytes: int = 0  # of files that somebody else removed, noticed by looking and not by reading
     stale_staged_blocks: int = 0
     worker_deaths: int = 0
+    disk_worker_deaths: int = 0
     purges: int = 0
     purged_blocks: int = 0
     wiped_bytes: int = 0  # of host memory, zeroed because of purges

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
-from tierkv.core.nvme_eviction import parts_on_nvme
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
+from tierkv.core.tier_leaving import parts_of_file
 from tierkv.core.tier_room import EVICTIONS_AT_A_TIME
 from tierkv.core.value.cost import prefill_seconds
 from tierkv.core.value.order import EvictionOrder, Rank
@@ -72,32 +72,35 @@ class EvictState:
 
 
 def used_bytes(ledger: Ledger, cascade: Cascade, tier: str) -> int:
-    """Files on their way out are gone already."""
-    if tier == "nvme":
-        return cascade.nvme.used_bytes - cascade.nvme.removing_bytes
+    """Files on their way out, to the disk tier too, are gone already."""
+    if tier != "host":
+        files = cascade.files_of(tier)
+        return files.used_bytes - files.going_bytes
     return sum(group.host_slots * group.slot_bytes for group in ledger.groups.values())
 
 
 def evict(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerprint: str, now: float) -> EvictState:
     """Evict a slice, of a model whose fingerprint begins so. Ask again until it is finished."""
     state = EvictState(used_bytes=used_bytes(ledger, cascade, tier))
-    there = _There(ledger)
+    there = _There(ledger, cascade, now)
     source = _source(there, cascade, tier, fingerprint, now)
     while state.used_bytes > to_bytes and state.evictions < EVICTIONS_AT_A_TIME:
         extent = source.take()
         if extent is None:
-            state.reason = Reason.NO_ROOM if tier == "host" or cascade.nvme.can_remove else Reason.READ_ONLY
+            state.reason = _why_no_more(cascade, tier)
             break
         concerned = list(_with_parent(extent))  # when it has left the tree, nobody knows what it hung on
-        if tier == "nvme":
-            state.add(there.victims_on_nvme(extent))
-            cascade.leave_nvme(extent, now, Reason.OPERATOR)
-        else:
+        if tier == "host":
             remaining = there.remaining(extent, state.used_bytes - to_bytes)
             state.add([there.victim_in_host(extent, remaining)])
             cascade.leave_host(extent, remaining, now, Reason.OPERATOR)
+        else:
+            state.add(there.victims_in_files(extent, tier))
+            cascade.send_off(extent, tier, now, Reason.OPERATOR)
         source.freed(concerned)
         state.used_bytes = used_bytes(ledger, cascade, tier)
+    for extent in source.skipped:
+        ledger.reconsider(extent)
     state.finished = state.used_bytes <= to_bytes or state.reason is not None
     return state
 
@@ -107,7 +110,7 @@ def preview(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerpr
     with what is used now) or the order learns from each victim (gdsf). Changes nothing but which of two equal ones is
     first."""
     state = EvictState(used_bytes=used_bytes(ledger, cascade, tier), finished=True)
-    ahead = _Ahead(ledger)
+    ahead = _Ahead(ledger, cascade, now)
     source = _source(ahead, cascade, tier, fingerprint, now)
     try:
         while state.used_bytes > to_bytes:
@@ -116,7 +119,7 @@ def preview(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerpr
                 break
             extent = source.take()
             if extent is None:
-                state.reason = Reason.NO_ROOM if tier == "host" or cascade.nvme.can_remove else Reason.READ_ONLY
+                state.reason = _why_no_more(cascade, tier)
                 break
             victims = ahead.go(extent, tier, state.used_bytes - to_bytes)
             state.add(victims)
@@ -129,14 +132,20 @@ def preview(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerpr
     return state
 
 
+def _why_no_more(cascade: Cascade, tier: str) -> Reason:
+    return Reason.NO_ROOM if tier == "host" or cascade.files_of(tier).can_remove else Reason.READ_ONLY
+
+
 # ---- what is there, and what would be
 
 
 class _There:
     """The books as they are."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, cascade: Cascade, now: float) -> None:
         self.ledger = ledger
+        self._eviction = cascade.nvme_eviction
+        self._now = now
 
     def host_blocks(self, extent: Extent) -> int:
         """In some rank."""
@@ -145,8 +154,16 @@ class _There:
     def host_floor(self, extent: Extent) -> int | None:
         return self.ledger.host_floor(extent)
 
-    def may_leave_nvme(self, extent: Extent) -> bool:
-        return self.ledger.may_leave_nvme(extent)
+    def may_leave(self, extent: Extent, tier: str) -> bool:
+        if tier == "disk":
+            return self.ledger.may_leave_disk(extent)
+        return self._eviction.may_go_now(extent, self._now)
+
+    def goes_to_disk(self, extent: Extent) -> bool:
+        """When it leaves NVMe."""
+        if not self.ledger.has_disk:
+            return False
+        return extent.disk is FileState.PRESENT or self._eviction.why_no_demotion(extent, self._now) is None
 
     def take(self, order: EvictionOrder, now: float) -> Extent | None:
         return order.pop(now)
@@ -166,15 +183,18 @@ class _There:
     def victim_in_host(self, extent: Extent, remaining: int) -> Victim:
         longest = self.host_blocks(extent)
         gone = sum(max(0, min(len(slots), longest) - remaining) for slots in extent.slots)
-        to = "nvme" if extent.nvme is FileState.PRESENT else "dropped"
+        below = "nvme" if extent.nvme is FileState.PRESENT else "disk"
+        to = below if extent.has_file else "dropped"
         num_bytes = gone * self.ledger.group_of(extent).slot_bytes
         return self._victim(extent, remaining, longest - remaining, num_bytes, to)
 
-    def victims_on_nvme(self, extent: Extent) -> list[Victim]:
+    def victims_in_files(self, extent: Extent, tier: str) -> list[Victim]:
         """Two where only the first blocks are in host memory as well."""
+        if tier == "nvme" and self.goes_to_disk(extent):
+            return [self._victim(extent, 0, extent.num_blocks, extent.nvme_bytes, "disk")]
         return [
             self._victim(extent, first, end - first, num_bytes, to)
-            for first, end, num_bytes, to in parts_on_nvme(extent)
+            for first, end, num_bytes, to in parts_of_file(extent, tier)
         ]
 
     def _victim(self, extent: Extent, first: int, blocks: int, num_bytes: int, to: str) -> Victim:
@@ -199,11 +219,11 @@ class _There:
 class _Ahead(_There):
     """As they would be when what was taken had gone."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger)
+    def __init__(self, ledger: Ledger, cascade: Cascade, now: float) -> None:
+        super().__init__(ledger, cascade, now)
         self.touched: dict[Extent, None] = {}
         self._remaining: dict[Extent, int] = {}
-        self._off_nvme: set[Extent] = set()
+        self._off: set[tuple[Extent, str]] = set()  # and the tier that it has left
         self._gone: set[Extent] = set()  # from the tree
 
     def host_blocks(self, extent: Extent) -> int:
@@ -215,16 +235,28 @@ class _Ahead(_There):
         if extent in self._gone or extent.reading or not ledger.may_leave_host(extent):
             return None
         floor = max(extent.held_blocks, ledger.pins.host_blocks(extent))
-        is_on_nvme = extent.nvme is FileState.PRESENT
+        has_file = extent.has_file
         for branch in extent.branch_points:
             kids = [kid for kid in branch.kids if kid not in self._gone]
-            if any(map(self.host_blocks, kids)) or (kids and not is_on_nvme):
+            if any(map(self.host_blocks, kids)) or (kids and not has_file):
                 floor = max(floor, branch.index + 1)
         return floor if floor < self.host_blocks(extent) else None
 
-    def may_leave_nvme(self, extent: Extent) -> bool:
-        kids = any(kid not in self._gone for branch in extent.branch_points for kid in branch.kids)
-        return extent not in self._off_nvme and not kids and self.ledger.may_file_go(extent)
+    def may_leave(self, extent: Extent, tier: str) -> bool:
+        """As the ledger has it, for what would be left."""
+        kids = [kid for branch in extent.branch_points for kid in branch.kids if kid not in self._gone]
+        if (extent, tier) in self._off or any(self._has_file(kid, tier) for kid in kids):
+            return False
+        if tier == "nvme":
+            return self.ledger.may_file_go(extent) and (not kids or self.goes_to_disk(extent))
+        if extent.disk is not FileState.PRESENT or extent.holds or extent.reading:
+            return False
+        is_elsewhere = extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks
+        return is_elsewhere or not (kids or self.ledger.pins.concerns(extent))
+
+    def _has_file(self, extent: Extent, tier: str) -> bool:
+        state = extent.nvme if tier == "nvme" else extent.disk
+        return state is FileState.PRESENT and (extent, tier) not in self._off
 
     def take(self, order: EvictionOrder, now: float) -> Extent | None:
         """Not by `pop`, which orders learn from."""
@@ -240,16 +272,16 @@ class _Ahead(_There):
 
     def go(self, extent: Extent, tier: str, surplus: int) -> list[Victim]:
         self.touched[extent] = None
-        if tier == "nvme":
-            victims = self.victims_on_nvme(extent)
-            self._off_nvme.add(extent)
-            if not extent.host_blocks:
+        if tier != "host":
+            victims = self.victims_in_files(extent, tier)
+            self._off.add((extent, tier))
+            if not extent.host_blocks and victims[0].to == "dropped":
                 self._gone.add(extent)
             return victims
         remaining = self.remaining(extent, surplus)
         victim = self.victim_in_host(extent, remaining)
         self._remaining[extent] = remaining
-        if not remaining and extent.nvme is not FileState.PRESENT:
+        if not remaining and not extent.has_file:
             self._gone.add(extent)
         return [victim]
 
@@ -265,6 +297,8 @@ class _Source:
         self._tier = tier
         self._now = now
         self._orders = orders
+        self.skipped: list[Extent] = []
+        """Taken from their order, and not to go just now."""
 
     def take(self) -> Extent | None:
         while True:
@@ -278,6 +312,8 @@ class _Source:
             extent = self._there.take(self._orders[min(ranked)[1]], self._now)
             if extent is not None and _index(self._there, self._tier, extent) is not None:
                 return extent
+            if extent is not None:
+                self.skipped.append(extent)
 
     def freed(self, extents: list[Extent]) -> None:
         """A victim and what it hung on: it has lost what it was to lose, so it may lose more, or the other may."""
@@ -288,7 +324,9 @@ class _Source:
 
     def _order_of(self, extent: Extent) -> EvictionOrder:
         ledger = self._there.ledger
-        return ledger.nvme_order if self._tier == "nvme" else ledger.host_order(ledger.group_of(extent).slot_bytes)
+        if self._tier == "host":
+            return ledger.host_order(ledger.group_of(extent).slot_bytes)
+        return ledger.nvme_order if self._tier == "nvme" else ledger.disk_order
 
 
 class _SourceOfModel(_Source):
@@ -324,21 +362,22 @@ class _SourceOfModel(_Source):
 
 
 def _source(there: _There, cascade: Cascade, tier: str, fingerprint: str, now: float) -> _Source:
-    if tier == "nvme" and not cascade.nvme.can_remove:
+    if tier != "host" and not cascade.files_of(tier).can_remove:
         return _Source(there, tier, now, [])
     if fingerprint:
         return _SourceOfModel(there, tier, now, fingerprint)
     ledger = there.ledger
-    orders = [ledger.nvme_order] if tier == "nvme" else list(ledger.host_orders.values())
-    return _Source(there, tier, now, orders)
+    if tier == "host":
+        return _Source(there, tier, now, list(ledger.host_orders.values()))
+    return _Source(there, tier, now, [ledger.nvme_order if tier == "nvme" else ledger.disk_order])
 
 
 def _index(there: _There, tier: str, extent: Extent) -> int | None:
     """The block that goes first, if one may go."""
     if not extent.in_tree:
         return None
-    if tier == "nvme":
-        return 0 if there.may_leave_nvme(extent) else None
+    if tier != "host":
+        return 0 if there.may_leave(extent, tier) else None
     return None if there.host_floor(extent) is None else there.host_blocks(extent) - 1
 
 

@@ -3,8 +3,9 @@
     block   0 1 2 3 4 5 6 7        keys, parent: fixed for a block once it is visible
     host    # # # # # . . .        per rank, a length: len(slots)
     nvme    # # # # # # # #        a file per rank, whole or not there
+    disk    # # # # # # # # # #    a file per rank, whole or not there; it may go on behind what is known here
 
-Invariant: each block has a usable copy in every rank: the file is PRESENT, or every rank's host length is the extent's.
+Invariant: each block has a usable copy in every rank: a file is PRESENT, or every rank's host length is the extent's.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ _NO_SLOTS: dict[int, tuple[tuple[int, ...], ...]] = {}  # by the number of ranks
 class Branch:
     """The place behind one block where extents begin: who owns that block, and who hangs there."""
 
-    __slots__ = ("_kids", "host_kids", "index", "owner")
+    __slots__ = ("_kids", "disk_kids", "host_kids", "index", "nvme_kids", "owner")
 
     def __init__(self) -> None:
         self.owner: Extent | None = None
         self.index = -1  # of the block within the owner
         self._kids: Extent | set[Extent] | None = None  # one, as a rule, and thousands behind a system prompt
         self.host_kids = 0  # how many of them have blocks in host memory
+        self.nvme_kids = 0  # a file on NVMe
+        self.disk_kids = 0  # a file in the disk tier
 
     @property
     def kids(self) -> Collection[Extent]:
@@ -49,6 +52,12 @@ class Branch:
             self._kids.add(kid)
         else:
             self._kids = {self._kids, kid}
+
+    def count(self, kid: Extent, sign: int) -> None:
+        """It comes (+1) or goes (-1) with what it has in each tier."""
+        self.host_kids += sign * (kid.longest_host_blocks > 0)
+        self.nvme_kids += sign * (kid.nvme is FileState.PRESENT)
+        self.disk_kids += sign * (kid.disk is FileState.PRESENT)
 
     def remove(self, kid: Extent) -> None:
         if isinstance(self._kids, set):
@@ -96,6 +105,8 @@ class Extent:
         "above",
         "created",
         "cut_at",
+        "disk",
+        "disk_bytes",
         "doomed",
         "extras",
         "first_token",
@@ -143,6 +154,8 @@ class Extent:
         self.slots: Sequence[Sequence[int]] = _no_slots(ranks)
         self.nvme = FileState.ABSENT
         self.nvme_bytes = 0  # of all ranks, counted from WRITING until ABSENT
+        self.disk = FileState.ABSENT
+        self.disk_bytes = 0
         self.reading: Mapping[int, int] = _NO_READS  # rank -> op of the read that fills its slots
         self.holds: Mapping[Hashable, int] = _NO_HOLDS  # who -> how many blocks from the first must stay
         self.doomed: tuple[Doomed, ...] = ()
@@ -164,7 +177,8 @@ class Extent:
         host = "/".join(str(len(slots)) for slots in self.slots)
         return (
             f"<extent {self.key[:4].hex()} at token {self.first_token}: {self.num_blocks} blocks, "
-            f"{'sealed' if self.sealed else 'growing'}, host {host}, nvme {self.nvme}, holds {len(self.holds)}>"
+            f"{'sealed' if self.sealed else 'growing'}, host {host}, nvme {self.nvme}, disk {self.disk}, "
+            f"holds {len(self.holds)}>"
         )
 
     def block_key(self, index: int) -> bytes:
@@ -230,8 +244,25 @@ class Extent:
         """What hangs behind block `index`."""
         return next((branch for branch in self.branch_points if branch.index == index), None)
 
+    @property
+    def has_file(self) -> bool:
+        """In some tier, all of its blocks are in files."""
+        return self.nvme is FileState.PRESENT or self.disk is FileState.PRESENT
+
+    @property
+    def has_kids(self) -> bool:
+        return any(branch.kids for branch in self.branch_points)
+
     def move(self, event: FileEvent) -> None:
-        self.nvme = next_state(self.nvme, event, self)
+        """Its file on NVMe."""
+        before, self.nvme = self.nvme, next_state(self.nvme, event, self)
+        if self.above is not None:
+            self.above.nvme_kids += (self.nvme is FileState.PRESENT) - (before is FileState.PRESENT)
+
+    def move_on_disk(self, event: FileEvent) -> None:
+        before, self.disk = self.disk, next_state(self.disk, event, self)
+        if self.above is not None:
+            self.above.disk_kids += (self.disk is FileState.PRESENT) - (before is FileState.PRESENT)
 
     def used_at(self, index: int) -> float:
         """When block `index` was last used."""

@@ -56,7 +56,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """`blocks` from token 0 may be read until release; the last `nvme_blocks` of them were promoted for it."""
+    """`blocks` from token 0 may be read until release. Some of them, behind those that were in host memory, were
+    promoted for it: `nvme_blocks` from NVMe, `disk_blocks` from the disk tier."""
 
     grant: bytes
     blocks: int
@@ -64,6 +65,7 @@ class Lease:
     cached_blocks: int
     parts: tuple[Part, ...]
     reason: Reason | None = None
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class LeaseState:
     asked_blocks: int
     cached_blocks: int
     host_blocks: int  # resident when it was asked for
+    from_disk: tuple[tuple[int, int], ...]  # blocks that only the disk tier had then: first, end
     deadline: float
     revocable: bool
     record: RecentAcquire  # what is remembered of it, to be told the answer

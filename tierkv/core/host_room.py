@@ -115,7 +115,8 @@ class HostRoom:
     def leave(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
         ledger = self._ledger
         group = ledger.group_of(extent)
-        stays_on_nvme = extent.nvme is FileState.PRESENT
+        has_file = extent.has_file
+        tier_below = "nvme" if extent.nvme is FileState.PRESENT else "disk"
         freed = sum(max(0, len(slots) - remaining) for slots in extent.slots) * group.slot_bytes
         blocks = extent.longest_host_blocks - remaining
         ledger.counts.evicted_bytes["host", reason] += freed
@@ -125,7 +126,7 @@ class HostRoom:
                 group=extent.group,
                 key=extent.block_key(remaining),
                 tier="host",
-                to="nvme" if stays_on_nvme else "dropped",
+                to=tier_below if has_file else "dropped",
                 blocks=blocks,
                 num_bytes=freed,
                 reason=reason,
@@ -137,7 +138,7 @@ class HostRoom:
                 value=ledger.host_order(group.slot_bytes).value(extent, remaining, now),
             )
         )
-        if stays_on_nvme:
+        if has_file:
             for rank in range(group.ranks):
                 ledger.cut_host(extent, rank, remaining, reason, to=Account.COPIED)
             if remaining == 0 and self._nvme.is_open:

@@ -6,6 +6,7 @@ A lease holds its extents from the moment it is asked for, so that nothing of it
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from tierkv.core.absence import Absence, find_absence, find_left
 from tierkv.core.cascade import Cascade
@@ -15,6 +16,7 @@ from tierkv.core.keys import count_keys, key_at, split_keys
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.recent import RecentAcquire
+from tierkv.core.residency import FileState
 from tierkv.core.value.cost import prefill_seconds
 
 _NEVER = float("inf")
@@ -91,7 +93,13 @@ class Leases:
         )
         ledger.recent.note(record)
         path = _clip(path, allowed)
+        worth_it = self._cascade.break_even.blocks_worth_reading(shape, path, tuple(by_rank), now)
+        if worth_it < path_blocks(path):
+            allowed, reason = worth_it, Reason.SLOWER_THAN_COMPUTE
+            path = _clip(path, allowed)
         if not path:
+            if reason is Reason.SLOWER_THAN_COMPUTE:
+                ledger.counts.shortened_leases[reason] += 1
             self._count_asked(shape, asked * shape.block_tokens, 0)
             ledger.ended.remember(grant, Refused(Reason.GRANT_ENDED))
             record.answer(0, 0, reason, now)
@@ -108,6 +116,7 @@ class Leases:
             asked_blocks=asked,
             cached_blocks=cached,
             host_blocks=min(resident, allowed),
+            from_disk=tuple(_only_on_disk(path)),
             deadline=deadline,
             revocable=revocable,
             record=record,
@@ -235,12 +244,12 @@ class Leases:
 
     def _is_progress_due(self, lease: LeaseState) -> bool:
         """The first stretch that is not there yet is being read, by a disk that answers."""
-        if not self._cascade.nvme.is_readable:
-            return False
         for segment in lease.path:
             missing = [rank for rank in lease.ranks if len(segment.extent.slots[rank]) < segment.blocks]
             if missing:
-                return any(self._cascade.reads.is_reading(segment.extent, rank) for rank in missing)
+                return self._cascade.reads.is_readable(segment.extent) and any(
+                    self._cascade.reads.is_reading(segment.extent, rank) for rank in missing
+                )
         return False
 
     def _read_problem(self, lease: LeaseState) -> Reason | None:
@@ -257,9 +266,13 @@ class Leases:
         lease.path = kept
         group = ledger.groups[lease.group]
         tokens = group.block_tokens
-        nvme_blocks = max(0, blocks - lease.host_blocks)
+        promoted = max(0, blocks - lease.host_blocks)
+        disk_blocks = sum(max(0, min(end, blocks) - max(first, lease.host_blocks)) for first, end in lease.from_disk)
+        nvme_blocks = promoted - disk_blocks
         self._count_asked(group, lease.asked_blocks * tokens, blocks * tokens)
-        ledger.counts.hit_tokens["host"] += (blocks - nvme_blocks) * tokens
+        ledger.counts.hit_tokens["host"] += (blocks - promoted) * tokens
+        if ledger.has_disk:
+            ledger.counts.hit_tokens["disk"] += disk_blocks * tokens
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
         if lease.shortened is not None:
             ledger.counts.shortened_leases[lease.shortened] += 1
@@ -275,9 +288,10 @@ class Leases:
             cached_blocks=lease.cached_blocks,
             parts=tuple(self._part(kept, rank) for rank in lease.ranks if rank in lease.holders) if blocks else (),
             reason=lease.shortened,
+            disk_blocks=disk_blocks,
         )
         lease.granted_at = now
-        lease.record.answer(blocks, nvme_blocks, lease.shortened, now)
+        lease.record.answer(blocks, nvme_blocks, lease.shortened, now, disk_blocks)
         ledger.effects.append(LeaseReady(lease.grant, lease.answer))
         if blocks:
             ledger.counts.leases += 1
@@ -337,6 +351,12 @@ class Leases:
     def _revoke_due(self, lease: LeaseState) -> float:
         is_running = lease.revocable and lease.answer is not None
         return lease.granted_at + self._ledger.limits.revoke_after_seconds if is_running else _NEVER
+
+
+def _only_on_disk(path: list[Segment]) -> Iterator[tuple[int, int]]:
+    for segment in path:
+        if segment.extent.nvme is not FileState.PRESENT and segment.extent.disk is FileState.PRESENT:
+            yield segment.start, segment.start + segment.blocks
 
 
 def _empty_lease(grant: bytes, cached: int, reason: Reason | None) -> Lease:

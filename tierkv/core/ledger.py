@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, MutableSequence
 from dataclasses import dataclass, field
 
 from tierkv.core.counters import Counters
-from tierkv.core.extent import Doomed, Extent, Growth
+from tierkv.core.extent import Branch, Doomed, Extent, Growth
 from tierkv.core.ghosts import Ghost, Ghosts
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Segment, TicketState
 from tierkv.core.hottest import Hottest
-from tierkv.core.instructions import AnyInstruction, OpenNamespace
+from tierkv.core.instructions import AnyInstruction, OnDisk, OpenNamespace
 from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, split_keys
 from tierkv.core.live_sizing import LiveSizing
@@ -33,7 +33,7 @@ from tierkv.core.value.policies import order_of
 from tierkv.core.value.reuse import Reuse
 from tierkv.core.value.tuning import AS_MEASURED, Tuning
 
-Effect = AnyInstruction | Notice
+Effect = AnyInstruction | OnDisk | Notice
 
 _HOST, _COMPUTED, _DROPPED = Account.HOST.value, Account.COMPUTED.value, Account.DROPPED.value
 """As plain strings: to hash an enumeration's member takes a call in Python, several of them a block stored."""
@@ -55,6 +55,7 @@ class Limits:
     inflight_writes: int
     inflight_reads: int
     disk_bytes: int = 0
+    disk_inflight: int = 4  # demotions at a time, and reads
     page_bytes: int = PAGE_BYTES
     staged_seconds: float = 60.0
     touch_seconds: float = 5.0
@@ -91,7 +92,9 @@ class Group:
     blocks: int = 0
     host_slots: int = 0
     nvme_bytes: int = 0
-    wants_folder: bool = False  # its identity is to lie on disk
+    disk_bytes: int = 0
+    wants_folder: bool = False  # its identity is to lie in the data directory
+    wants_disk_folder: bool = False  # and in the disk tier
     last_used: float = 0.0
     written_bytes: int = 0  # to NVMe, since this core began
     was_hit: bool = False  # a lease found something of it, since this core began
@@ -164,6 +167,7 @@ class Ledger:
     def __init__(self, limits: Limits, generations: MutableSequence[int]) -> None:
         self.limits = limits
         self.has_nvme = limits.nvme_bytes > 0  # for good: a limit that sinks to 0 later leaves a tier without room
+        self.has_disk = limits.disk_bytes > 0  # likewise
         self.pool = SlabPool(limits.host_bytes, limits.slab_bytes, generations, page_bytes=limits.page_bytes)
         self.tree = PrefixTree()
         self.groups: dict[bytes, Group] = {}
@@ -189,6 +193,8 @@ class Ledger:
         self._new_order = order_of(limits.policy, self.reuse.hazards, self)
         self.shares = Shares(limits.shares)
         self.nvme_order = self._order_for("nvme")
+        self.disk_order = self._order_for("disk")
+        self.left_tree: list[bytes] = []  # keys of extents: with a disk tier, what lies there may be of use now
         self.pins = Pinned(*limits.pin_caps())
         self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> bytes
         self.on_host_change: Callable[[Extent, int], None] | None = None  # a recount that is going on
@@ -220,7 +226,7 @@ class Ledger:
         )
         return group
 
-    def rename(self, group: Group, spec: GroupSpec, nvme_bytes_of: Callable[[Group], int]) -> None:
+    def rename(self, group: Group, spec: GroupSpec, file_bytes_of: Callable[[Group], tuple[int, int]]) -> None:
         """What people call it may decide whose share it uses."""
         group.spec = spec
         share = self.shares.of(spec)
@@ -230,11 +236,13 @@ class Ledger:
         for extent in extents:
             self.host_order(group.slot_bytes).withdraw(extent)
             self.nvme_order.withdraw(extent)
-        nvme_bytes = nvme_bytes_of(group)
+            self.disk_order.withdraw(extent)
+        nvme_bytes, disk_bytes = file_bytes_of(group)
         slots = group.host_slots + sum(len(t.offsets) for t in self.tickets.values() if t.group == spec.group)
         for one, sign in ((group.share, -1), (share, +1)):
             one.host_bytes += sign * slots * group.slot_bytes
             one.nvme_bytes += sign * nvme_bytes
+            one.disk_bytes += sign * disk_bytes
         group.share = share
         self._reconsider_all(extents)
 
@@ -256,7 +264,8 @@ class Ledger:
             return self._new_order()
 
         def capacity() -> int:
-            return self.limits.host_bytes if tier == "host" else self.limits.nvme_bytes
+            of_tier = {"host": self.limits.host_bytes, "nvme": self.limits.nvme_bytes, "disk": self.limits.disk_bytes}
+            return of_tier[tier]
 
         return SharedOrder(tier, capacity, lambda group: self.groups[group].share, self._new_order)
 
@@ -291,6 +300,15 @@ class Ledger:
         if not extent.sealed:
             self.unsealed[extent] = Growth(extent.created)
             self._new_unsealed.append(extent)
+
+    def adopt(self, extent: Extent) -> None:
+        """Have those that hang on it, and came without being told their parent, hang on it."""
+        self.adopted(extent, self.tree.adopt(extent))
+
+    def adopted(self, extent: Extent, branches: Iterable[Branch]) -> None:
+        for branch in branches:
+            self._reconsider_all(branch.kids)
+            self.reconsider(extent)
 
     def grow_extent(self, extent: Extent, keys: bytes, slots: list[list[int]]) -> None:
         """Append blocks that every rank has in host memory; `slots` per rank."""
@@ -366,7 +384,10 @@ class Ledger:
         self.touched.pop(extent, None)
         self.host_order(group.slot_bytes).withdraw(extent)
         self.nvme_order.withdraw(extent)
+        self.disk_order.withdraw(extent)
         self.pins.leave(extent)
+        if self.has_disk:
+            self.left_tree.append(extent.key)
         if above is not None:
             self.reconsider(above)
 
@@ -385,7 +406,7 @@ class Ledger:
         block_keys = split_keys(ghost.keys)
         for stretch in self.ghosts.claim(ghost.group, block_keys):
             self.ghosts.put_back(self.reuse.asked_for(stretch.ghost, now))
-        for order in (self.host_order(self.groups[ghost.group].slot_bytes), self.nvme_order):
+        for order in (self.host_order(self.groups[ghost.group].slot_bytes), self.nvme_order, self.disk_order):
             order.regretted(ghost)
 
     def store(
@@ -491,9 +512,9 @@ class Ledger:
         if extent.reading or not self.may_leave_host(extent):
             return None
         floor = max(extent.held_blocks, self.pins.host_blocks(extent))
-        is_on_nvme = extent.nvme is FileState.PRESENT
+        has_file = extent.has_file
         for branch in extent.branch_points:
-            if branch.host_kids or (branch.kids and not is_on_nvme):
+            if branch.host_kids or (branch.kids and not has_file):
                 floor = max(floor, branch.index + 1)
         return floor if floor < extent.longest_host_blocks else None
 
@@ -538,17 +559,34 @@ class Ledger:
         return extent.first_token + (index + 1) * self.group_of(extent).block_tokens
 
     def may_leave_nvme(self, extent: Extent) -> bool:
-        return self.may_file_go(extent) and not any(branch.kids for branch in extent.branch_points)
+        """Leaves first: of NVMe where it may go on to the disk tier, else of the tree."""
+        if not self.may_file_go(extent):
+            return False
+        if self.has_disk:
+            return not any(branch.nvme_kids for branch in extent.branch_points)
+        return not extent.has_kids
 
     def may_file_go(self, extent: Extent) -> bool:
-        """Whatever hangs on it: whether its file is needed for nothing."""
+        """Whatever hangs on it: whether its file on NVMe is needed for nothing. One that is being copied to the disk
+        tier goes when that has ended."""
         return (
             extent.in_tree
             and extent.nvme is FileState.PRESENT
             and not extent.holds
             and not extent.reading
+            and extent.disk not in (FileState.QUEUED, FileState.WRITING)
             and not self.pins.keeps_file(extent)
         )
+
+    def may_leave_disk(self, extent: Extent) -> bool:
+        """Leaves first, of the disk tier, and of the tree where no other tier has all of it."""
+        if not extent.in_tree or extent.disk is not FileState.PRESENT or extent.holds or extent.reading:
+            return False
+        if any(branch.disk_kids for branch in extent.branch_points):
+            return False
+        if extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks:
+            return True
+        return not extent.has_kids and not self.pins.concerns(extent)
 
     def reconsider(self, extent: Extent) -> None:
         """Offer the extent to the eviction orders, or take it back, after something about it has changed."""
@@ -564,6 +602,14 @@ class Ledger:
             self.nvme_order.offer(extent, 0)
         else:
             self.nvme_order.withdraw(extent)
+        if self.has_disk:
+            self._reconsider_on_disk(extent)
+
+    def _reconsider_on_disk(self, extent: Extent) -> None:
+        if self.may_leave_disk(extent):
+            self.disk_order.offer(extent, 0)
+        else:
+            self.disk_order.withdraw(extent)
 
     def _reconsider_all(self, extents: Iterable[Extent]) -> None:
         for extent in list(extents):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from tierkv.core.changes import Changes
+from tierkv.core.demotions import Demotions
+from tierkv.core.disk_eviction import DiskEviction
 from tierkv.core.extent import Extent
 from tierkv.core.host_room import HostRoom
+from tierkv.core.journal import Account
 from tierkv.core.ledger import Departure, Ledger
-from tierkv.core.nvme_eviction import NvmeEviction
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileEvent, FileState
 from tierkv.core.tier_files import TierFiles
+from tierkv.core.tier_leaving import Leaving
 from tierkv.core.write_queue import WriteQueue
+
+_NOT_OURS = (Reason.NOT_FOUND, Reason.KEY_MISMATCH)
+"""Of a file in the disk tier: another node has removed it, or has put its own there."""
 
 
 class Losses:
@@ -18,15 +24,21 @@ class Losses:
         self,
         ledger: Ledger,
         nvme: TierFiles,
-        eviction: NvmeEviction,
+        disk: TierFiles,
+        leaving_nvme: Leaving,
+        disk_eviction: DiskEviction,
         writes: WriteQueue,
+        demotions: Demotions,
         host: HostRoom,
         changes: Changes,
     ) -> None:
         self._ledger = ledger
         self._nvme = nvme
-        self._eviction = eviction
+        self._disk = disk
+        self._leaving_nvme = leaving_nvme
+        self._disk_eviction = disk_eviction
         self._writes = writes
+        self._demotions = demotions
         self._host = host
         self._changes = changes
 
@@ -36,20 +48,22 @@ class Losses:
         """Whether nobody uses it just now, nothing hangs on it, and it is neither pinned nor on its way anywhere."""
         if not extent.in_tree or not extent.sealed or extent.holds or extent.reading:
             return False
-        if extent.nvme not in (FileState.ABSENT, FileState.PRESENT) or self._ledger.pinned(extent):
-            return False
-        return (self._nvme.can_remove or extent.nvme is FileState.ABSENT) and not any(
-            branch.kids for branch in extent.branch_points
-        )
+        for files in (self._nvme, self._disk):
+            state = files.books.state(extent)
+            if state not in (FileState.ABSENT, FileState.PRESENT):
+                return False
+            if state is FileState.PRESENT and not files.can_remove:
+                return False
+        return not self._ledger.pinned(extent) and not extent.has_kids
 
     def expire(self, extent: Extent, now: float) -> None:
         """Out of every tier. It `may_expire`."""
-        if extent.nvme is not FileState.PRESENT:
-            self._host.leave(extent, 0, now, Reason.EXPIRED)
-            return
         if extent.longest_host_blocks:
             self._host.leave(extent, 0, now, Reason.EXPIRED)
-        self._eviction.leave(extent, now, Reason.EXPIRED)
+        if extent.nvme is FileState.PRESENT:
+            self._leaving_nvme.leave(extent, now, Reason.EXPIRED)
+        if extent.disk is FileState.PRESENT:
+            self._disk_eviction.leave(extent, now, Reason.EXPIRED)
 
     # ---- bad
 
@@ -59,17 +73,45 @@ class Losses:
             self._ledger.counts.drift_bytes += extent.nvme_bytes
             self.lose_file(extent, Reason.NOT_FOUND, now)
 
-    def lose_file(self, extent: Extent, reason: Reason, now: float) -> None:
-        """The file of some rank is not there or not right: the extent's files go, and what only they held."""
-        ledger = self._ledger
-        ledger.counts.damaged_extents[reason] += 1
+    def lose_file(self, extent: Extent, reason: Reason, now: float, aside: Reason | None = None) -> None:
+        """The file of some rank on NVMe is not there or not right: the extent's files there go, and what only they
+        held. `aside`: they are kept for a look."""
+        self._ledger.counts.damaged_extents[reason] += 1
         if extent.nvme is not FileState.PRESENT:
             return
-        self._nvme.lose(extent, FileEvent.LOST, reason, Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else None)
-        self.cut_safely(extent, extent.host_blocks, Departure("nvme", reason, now))
-        self._changes.read_problems.setdefault(extent, reason)
+        self._demotions.cancel(extent, reason)
+        aside = Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else aside
+        self._nvme.lose(extent, FileEvent.LOST, reason, aside)
+        self._file_is_lost(extent, "nvme", reason, now)
         self._writes.mark_unwritten(extent, at_once=True)
         self._changes.note(extent)
+
+    def source_is_damaged(self, extent: Extent, reason: Reason, now: float) -> None:
+        """Found while its file on NVMe was copied to the disk tier."""
+        self.lose_file(extent, reason, now, None if reason is Reason.NOT_FOUND else reason)
+
+    def lose_disk_copy(self, extent: Extent, reason: Reason, now: float) -> int:
+        """The file of some rank in the disk tier is not there or not right. Where it is gone, or somebody else's, that
+        is all. The bytes of the files that may be there and are of no use any more."""
+        self._ledger.counts.damaged_extents[reason] += reason is not Reason.NOT_FOUND
+        if extent.disk is not FileState.PRESENT:
+            return 0
+        left = 0
+        if reason in _NOT_OURS:
+            left = self._disk.forget(extent)
+            target = Account.COPIED if extent.has_file else Account.DROPPED
+            self._disk.books.post(extent, Account.DISK, target, left, reason)
+        else:
+            aside = Reason.REPORTED_BAD if reason is Reason.REPORTED_BAD else None
+            self._disk.lose(extent, FileEvent.LOST, reason, aside)
+        self._file_is_lost(extent, "disk", reason, now)
+        self._changes.note(extent)
+        return left
+
+    def _file_is_lost(self, extent: Extent, tier: str, reason: Reason, now: float) -> None:
+        if not extent.has_file:
+            self.cut_safely(extent, extent.host_blocks, Departure(tier, reason, now))
+            self._changes.read_problems.setdefault(extent, reason)
 
     def cut_safely(self, extent: Extent, num_blocks: int, departure: Departure) -> None:
         """Cut an extent that others may hold. It never grows again, lest they find another branch's blocks in it."""
@@ -80,6 +122,7 @@ class Losses:
 
     def condemn(self, extent: Extent, num_blocks: int, reason: Reason, now: float) -> None:
         """Blocks from `num_blocks` on are bad, wherever they are: no tier keeps them."""
+        self._condemn_on_disk(extent, reason, now)
         if extent.nvme is FileState.PRESENT:
             self.lose_file(extent, reason, now)
         else:
@@ -92,6 +135,13 @@ class Losses:
             self.cut_safely(extent, min(num_blocks, extent.num_blocks), Departure("host", reason, now))
         self._changes.read_problems.setdefault(extent, reason)
         self._changes.note(extent)
+
+    def _condemn_on_disk(self, extent: Extent, reason: Reason, now: float) -> None:
+        self._demotions.cancel(extent, reason)
+        if extent.disk is FileState.PRESENT:
+            self.lose_disk_copy(extent, reason, now)
+        elif extent.disk is FileState.WRITING:
+            self._disk.condemn(extent)
 
     def discard(self, extent: Extent) -> None:
         """Remove the files of an extent that recovery could not use."""
@@ -109,6 +159,9 @@ class Losses:
             self._writes.give_up(extent, Reason.PURGED)
         elif extent.nvme is FileState.PRESENT:
             self._nvme.leave_to_sweep(extent)
+        self._demotions.cancel(extent, Reason.PURGED)
+        if extent.disk is FileState.PRESENT:
+            self._disk.leave_to_sweep(extent)
         if extent.in_tree:
             self._ledger.cut_extent(extent, 0, None)
         self._changes.note(extent)

@@ -1,73 +1,76 @@
-"""How an extent leaves NVMe: which one is next, and what becomes of its blocks."""
+"""Who leaves NVMe, and where to: an extent with a copy in the disk tier at once, another one when it has been copied
+there, or for good where that tier takes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from tierkv.core.changes import Changes
 from tierkv.core.extent import Extent
-from tierkv.core.grants import Evicted
-from tierkv.core.ledger import Departure, Ledger
+from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import FileEvent
+from tierkv.core.residency import FileState
 from tierkv.core.tier_files import TierFiles
+from tierkv.core.tier_leaving import Leaving
+
+_MOST_KEPT_BACK = 64  # looked at in one step, that could go to the disk tier only, when it takes nothing
+
+_TOLD = (Reason.DISK_BEHIND, Reason.DISK_DEGRADED, Reason.NAME_TAKEN)
+"""Why something is lost for want of the disk tier, where that is not simply a matter of worth."""
 
 
-def parts_on_nvme(extent: Extent) -> Iterator[tuple[int, int, int, str]]:
-    """What becomes of the blocks of a file that goes: first, end, bytes of the file, and the tier where they still are.
-    The last ones first, which are nowhere else."""
-    stay, blocks = extent.host_blocks, extent.num_blocks
-    bytes_that_stay = extent.nvme_bytes * stay // blocks
-    if stay < blocks:
-        yield stay, blocks, extent.nvme_bytes - bytes_that_stay, "dropped"
-    if stay:
-        yield 0, stay, bytes_that_stay, "host"
+def told_reason(reason: Reason, why_not: Reason) -> Reason:
+    """Of an eviction for `reason` that had to drop what the disk tier did not take."""
+    return why_not if reason is Reason.EVICTED and why_not in _TOLD else reason
 
 
 class NvmeEviction:
-    def __init__(self, ledger: Ledger, files: TierFiles, changes: Changes) -> None:
+    def __init__(self, ledger: Ledger, files: TierFiles, leaving: Leaving) -> None:
         self._ledger = ledger
         self._files = files
-        self._changes = changes
+        self._leaving = leaving
+        self.demote: Callable[[Extent, float, Reason], Reason | None] = lambda extent, now, reason: reason
+        """Have it copied to the disk tier, and leave then. Returns why that is not possible."""
+        self.why_no_demotion: Callable[[Extent, float], Reason | None] = lambda extent, now: Reason.DISK_DEGRADED
 
     def evict(self, now: float) -> bool:
         """Have the next victim leave. False: nothing may."""
         ledger = self._ledger
         if not self._files.can_remove:
             return False
-        victim = ledger.nvme_order.pop(now)
-        while victim is not None and not ledger.may_leave_nvme(victim):
+        kept_back: list[Extent] = []
+        has_evicted = False
+        while len(kept_back) < _MOST_KEPT_BACK and not has_evicted:
             victim = ledger.nvme_order.pop(now)
-        if victim is None:
+            if victim is None:
+                break
+            if ledger.may_leave_nvme(victim):
+                has_evicted = self.send_off(victim, now)
+                if not has_evicted:
+                    kept_back.append(victim)
+        for extent in kept_back:
+            ledger.reconsider(extent)
+        return has_evicted
+
+    def send_off(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> bool:
+        """It `may_leave_nvme`. False: it has to stay, as the disk tier does not take it and others hang on it."""
+        ledger = self._ledger
+        if victim.disk is FileState.PRESENT or not ledger.has_disk:
+            self._leaving.leave(victim, now, reason)
+            return True
+        why_not = self.demote(victim, now, reason)
+        if why_not is None:
+            return True
+        if victim.has_kids:
             return False
-        self.leave(victim, now)
+        ledger.counts.dropped_demotions[why_not] += 1
+        self._leaving.leave(victim, now, told_reason(reason, why_not))
         return True
 
-    def leave(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> None:
-        """Its file goes, and with it what is not in host memory."""
+    def may_go_now(self, extent: Extent, now: float) -> bool:
+        """Whether `send_off` would have it go."""
         ledger = self._ledger
-        stays_in_host = victim.host_blocks
-        ledger.counts.evicted_bytes["nvme", reason] += victim.nvme_bytes
-        ledger.counts.evicted_blocks["nvme", reason] += victim.num_blocks
-        block_tokens = ledger.group_of(victim).block_tokens
-        for first, end, num_bytes, to in parts_on_nvme(victim):
-            ledger.effects.append(
-                Evicted(
-                    group=victim.group,
-                    key=victim.block_key(first),
-                    tier="nvme",
-                    to=to,
-                    blocks=end - first,
-                    num_bytes=num_bytes,
-                    reason=reason,
-                    first_token=victim.first_token + first * block_tokens,
-                    tokens=(end - first) * block_tokens,
-                    created=victim.created,
-                    last_used=victim.used_at(first),
-                    hits=victim.hits_at(first),
-                    value=ledger.nvme_order.value(victim, first, now),
-                )
-            )
-        self._files.lose(victim, FileEvent.EVICT, reason)
-        ledger.cut_extent(victim, stays_in_host, Departure("nvme", reason, now))
-        self._changes.note(victim)
+        if not ledger.may_leave_nvme(extent):
+            return False
+        if not ledger.has_disk or extent.disk is FileState.PRESENT or not extent.has_kids:
+            return True
+        return self.why_no_demotion(extent, now) is None

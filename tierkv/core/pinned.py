@@ -94,7 +94,7 @@ class Pinned:
         wanted, in_host = self._depths(extent)
         is_on_nvme = extent.nvme is FileState.PRESENT
         # What has no file yet, or no more, is nowhere else.
-        depth = in_host if is_on_nvme else wanted
+        depth = in_host if extent.has_file else wanted
         room = max(0, self.host_cap - self.host_bytes) // (slot_bytes * len(extent.slots))
         stay = Stay(host_blocks=min(depth, room))
         stay.host_bytes = sum(min(stay.host_blocks, len(slots)) for slots in extent.slots) * slot_bytes
@@ -105,7 +105,7 @@ class Pinned:
         self.nvme_bytes += stay.nvme_bytes
         if stay.host_blocks < depth or (is_on_nvme and not stay.nvme_bytes):
             self.short[extent] = None
-        if is_on_nvme and extent.host_blocks < stay.host_blocks:
+        if extent.has_file and extent.host_blocks < stay.host_blocks:
             self.to_promote[extent] = None
 
     def leave(self, extent: Extent) -> None:

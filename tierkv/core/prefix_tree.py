@@ -85,7 +85,7 @@ class PrefixTree:
             if above is not None and branch.owner is None:
                 self._own(branch, above, index)
             branch.add(extent)
-            branch.host_kids += extent.longest_host_blocks > 0
+            branch.count(extent, +1)
             extent.above = branch
         if not self._bulk:
             self._adopt(extent, 0)
@@ -111,7 +111,7 @@ class PrefixTree:
         branch = extent.above
         if branch is not None:
             branch.remove(extent)
-            branch.host_kids -= extent.longest_host_blocks > 0
+            branch.count(extent, -1)
             self._forget_if_empty(extent.parent, branch)
             extent.above = None
 
@@ -123,6 +123,19 @@ class PrefixTree:
         self._bulk = False
         for extent in self.heads.values():
             self._adopt(extent, 0)
+
+    def adopt(self, extent: Extent) -> list[Branch]:
+        """Those that wait for one of its blocks, of whose parent nobody knew: they are its own now."""
+        block_keys = split_keys(extent.keys)
+        if self._branches.keys().isdisjoint(block_keys):
+            return []
+        waiting = []
+        for index, key in enumerate(block_keys):
+            branch = self._branches.get(key)
+            if branch is not None and branch.owner is None:
+                self._own(branch, extent, index)
+                waiting.append(branch)
+        return waiting
 
     def _adopt(self, extent: Extent, first: int) -> None:
         branches = self._branches

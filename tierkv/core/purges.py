@@ -32,6 +32,7 @@ from tierkv.core.ledger import Group, Ledger
 from tierkv.core.purge_scope import Members, NotOne, What, find_members, is_in, is_wholly_in
 from tierkv.core.reasons import Reason
 from tierkv.core.tickets import Tickets
+from tierkv.core.tier_files import TierFiles
 
 __all__ = ["NotOne", "PurgePhase", "PurgeState", "PurgedGroup", "Purges", "What"]
 
@@ -75,6 +76,15 @@ class PurgeState:
     reason: Reason | None
 
 
+@dataclass(slots=True)
+class _Sweep:
+    """Of one tier's files, by its worker."""
+
+    is_running: bool = False
+    is_over: bool = False
+    retry_at: float | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     purge: bytes
@@ -89,8 +99,8 @@ class _Job:
     reads: set[int] = field(default_factory=set)
     swept: Swept = field(default_factory=Swept)
     recorded: bool = False
-    is_sweeping: bool = False
-    retry_at: float | None = None
+    on_nvme: _Sweep = field(default_factory=_Sweep)
+    on_disk: _Sweep = field(default_factory=_Sweep)
     reason: Reason | None = None
     unreachable: float = 0.0
     gone: float = 0.0
@@ -104,11 +114,11 @@ class Purges:
         self._tickets = tickets
         self._jobs: dict[bytes, _Job] = {}
         self._unswept: dict[bytes, _Job] = {}  # of those, what is still to be removed from disk
-        self._resumed: set[bytes] = set()  # of those, what hid files from recovery
-        self._hidden_bytes = 0  # of these files
+        self._hiding: dict[TierFiles, set[bytes]] = {}  # of those, what hid files from a tier's recovery
+        self._hidden: dict[TierFiles, int] = {}  # bytes of these files
         self.on_remove: Callable[[Members, PurgeScope, float], None] = lambda members, scope, now: None
         """Told of what is about to leave the tree."""
-        cascade.writes.held_back = lambda extent: self.covers(ledger.group_of(extent))
+        cascade.hold_back(self.covers)
 
     # ---- from the asking on
 
@@ -184,6 +194,7 @@ class Purges:
         self.on_remove(members, job.scope, now)
         if ledger.has_nvme:
             self._unswept[job.purge] = job
+            job.on_disk.is_over = not ledger.has_disk
         for ticket in members.tickets:
             self._tickets.purge(ticket)
             job.tickets[ticket.grant] = None
@@ -216,7 +227,7 @@ class Purges:
         concerned = {group.spec.group for group in members.groups} | {extent.group for extent in members.extents}
         ledger.recent.forget(concerned)
         ledger.refusals.forget(concerned)
-        job.files = [extent for extent in members.extents if cascade.nvme.is_to_sweep(extent)]
+        job.files = [extent for extent in members.extents if cascade.is_to_sweep(extent)]
         if not ledger.has_nvme:
             job.unreachable = now
         if not members.is_prefix:
@@ -268,10 +279,14 @@ class Purges:
 
     def _sweep_what_can_be(self, now: float) -> None:
         for job in self._unswept.values():
-            is_due = job.retry_at is None or job.retry_at <= now
-            if is_due and not (job.is_sweeping or job.busy) and self._cascade.nvme.is_ready:
-                job.is_sweeping, job.retry_at = True, None
-                self._ledger.effects.append(SweepPurge(job.purge))
+            for files, sweep in self._sweeps(job):
+                is_due = sweep.retry_at is None or sweep.retry_at <= now
+                if is_due and not (sweep.is_running or sweep.is_over or job.busy) and files.can_read:
+                    sweep.is_running, sweep.retry_at = True, None
+                    self._ledger.effects.append(files.books.addressed(SweepPurge(job.purge)))
+
+    def _sweeps(self, job: _Job) -> tuple[tuple[TierFiles, _Sweep], ...]:
+        return (self._cascade.nvme, job.on_nvme), (self._cascade.disk, job.on_disk)
 
     def recorded(self, report: PurgeRecorded) -> None:
         job = self._unswept.get(report.purge)
@@ -281,58 +296,107 @@ class Purges:
 
     def swept(self, report: PurgeSwept, now: float) -> None:
         job = self._unswept.get(report.purge)
-        if job is None or not job.is_sweeping:
+        if job is not None:
+            self._swept(job, self._cascade.nvme, job.on_nvme, report, now)
+
+    def swept_on_disk(self, report: PurgeSwept, now: float) -> None:
+        job = self._unswept.get(report.purge)
+        if job is not None:
+            self._swept(job, self._cascade.disk, job.on_disk, report, now)
+
+    def _swept(self, job: _Job, files: TierFiles, sweep: _Sweep, report: PurgeSwept, now: float) -> None:
+        if not sweep.is_running:
             return  # of a worker that died before its report was read: it is swept again
         job.swept = add_swept(job.swept, report.swept)
-        job.is_sweeping, job.reason = False, report.reason
+        sweep.is_running, job.reason = False, report.reason
         if report.reason is not None:
-            job.retry_at = now + self._ledger.limits.retry_seconds
-            return
-        self._finish_sweep(job, now)
+            sweep.retry_at = now + self._ledger.limits.retry_seconds
+        else:
+            self._finish_sweep(job, files, sweep, now)
 
-    def _finish_sweep(self, job: _Job, now: float) -> None:
+    def _finish_sweep(self, job: _Job, files: TierFiles, sweep: _Sweep, now: float) -> None:
+        sweep.is_over = True
+        self._cascade.swept(files, job.files, job.scope, now)
+        hiding = self._hiding.get(files, set())
+        if job.purge in hiding:
+            hiding.remove(job.purge)
+            if not hiding:
+                files.unstrand(self._hidden.pop(files, 0))
+        if not (job.on_nvme.is_over and job.on_disk.is_over):
+            return
         del self._unswept[job.purge]
         job.unreachable = now
-        if job.purge in self._resumed:
-            self._resumed.remove(job.purge)
-            if not self._resumed:
-                self._cascade.nvme.unstrand(self._hidden_bytes)
-        files, job.files = job.files, []
-        self._cascade.swept(files, now)
+        job.files = []
         self._ledger.has_let_go = True
+        self._cascade.found.take_early(now)
         self._cascade.pump(now)
 
     def resumed(self, report: PurgeResumed, now: float) -> None:
         """Swept by recovery, or to be swept again."""
-        job = self._jobs[report.purge] = _Job(
-            report.purge, report.about, report.scope, swept=report.swept, recorded=True, reason=report.reason
-        )
-        self._ledger.has_let_go = True
-        if report.reason is None:
-            job.unreachable = now
-        else:
-            self._unswept[report.purge] = job
-            self._resumed.add(report.purge)
-            job.retry_at = now + self._ledger.limits.retry_seconds
+        job = self._job_of(report)
+        self._resumed(job, self._cascade.nvme, job.on_nvme, report, now)
 
-    def found_hidden(self, num_bytes: int) -> None:
+    def resumed_on_disk(self, report: PurgeResumed, now: float) -> None:
+        job = self._job_of(report)
+        self._resumed(job, self._cascade.disk, job.on_disk, report, now)
+
+    def _job_of(self, report: PurgeResumed) -> _Job:
+        """Each worker tells of what it has on record; what one has swept it tells no more."""
+        job = self._jobs.get(report.purge)
+        if job is None:
+            job = self._jobs[report.purge] = _Job(report.purge, report.about, report.scope, recorded=True)
+            job.on_nvme.is_over = job.on_disk.is_over = True
+        return job
+
+    def _resumed(self, job: _Job, files: TierFiles, sweep: _Sweep, report: PurgeResumed, now: float) -> None:
+        job.swept = add_swept(job.swept, report.swept)
+        job.reason = report.reason
+        self._ledger.has_let_go = True
+        sweep.is_running = False
+        if report.reason is not None:
+            sweep.is_over = False
+            self._unswept[job.purge] = job
+            self._hiding.setdefault(files, set()).add(job.purge)
+            sweep.retry_at = now + self._ledger.limits.retry_seconds
+        elif job.purge in self._unswept:
+            self._finish_sweep(job, files, sweep, now)
+        else:
+            job.unreachable = job.unreachable or now
+
+    def found_hidden(self, files: TierFiles, num_bytes: int) -> None:
         """Files that recovery did not tell of, because they are to go, take room until they are gone."""
-        self._hidden_bytes = num_bytes
-        self._cascade.nvme.strand(num_bytes)
+        if num_bytes:
+            files.unstrand(self._hidden.pop(files, 0))
+            self._hidden[files] = num_bytes
+            files.strand(num_bytes)
 
     def retry(self, now: float) -> None:
         self._sweep_what_can_be(now)
 
     def next_retry(self) -> float | None:
-        waiting = self._unswept.values() if self._cascade.nvme.is_ready else ()
-        return min((job.retry_at for job in waiting if job.retry_at is not None and not job.busy), default=None)
+        times = [
+            sweep.retry_at
+            for job in self._unswept.values()
+            if not job.busy
+            for files, sweep in self._sweeps(job)
+            if sweep.retry_at is not None and files.can_read
+        ]
+        return min(times, default=None)
 
     # ---- the worker's life
 
     def worker_died(self) -> None:
         for job in self._unswept.values():
-            job.is_sweeping = False
-            job.busy = {extent: None for extent in job.busy if not self._cascade.is_at_rest(extent)}
+            job.on_nvme.is_running = False
+            self._busy_no_more(job)
+
+    def disk_worker_died(self) -> None:
+        for job in self._unswept.values():
+            job.on_disk.is_running = False
+            self._busy_no_more(job)
+
+    def _busy_no_more(self, job: _Job) -> None:
+        job.busy = {extent: None for extent in job.busy if not self._cascade.is_at_rest(extent)}
 
     def worker_started(self) -> None:
         """Told before anything else: what goes is written down first."""
@@ -348,7 +412,7 @@ class Purges:
         tickets = [ledger.tickets[grant] for grant in job.tickets if grant in ledger.tickets]
         held += sum(len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes for ticket in tickets)
         phase = PurgePhase.GONE if job.gone else PurgePhase.UNREACHABLE if job.unreachable else PurgePhase.REMOVING
-        stuck = next((e.why_not_there for e in job.busy if self._cascade.nvme.is_retried(e)), None)
+        stuck = next((e.why_not_there for e in job.busy if self._cascade.is_retried(e)), None)
         return PurgeState(
             phase=phase,
             about=job.about,

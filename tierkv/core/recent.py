@@ -44,6 +44,7 @@ class RecentAcquire:
     left: Left | None = None
     blocks: int = 0
     nvme_blocks: int = 0
+    disk_blocks: int = 0
     reason: Reason | None = None
     answered_at: float = 0.0
 
@@ -56,8 +57,9 @@ class RecentAcquire:
         """It got less than it asked for."""
         return self.is_answered and self.blocks < self.asked_blocks
 
-    def answer(self, blocks: int, nvme_blocks: int, reason: Reason | None, now: float) -> None:
+    def answer(self, blocks: int, nvme_blocks: int, reason: Reason | None, now: float, disk_blocks: int = 0) -> None:
         self.blocks, self.nvme_blocks, self.reason, self.answered_at = blocks, nvme_blocks, reason, now
+        self.disk_blocks = disk_blocks
 
     @property
     def num_bytes(self) -> int:

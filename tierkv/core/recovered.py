@@ -6,11 +6,11 @@ from collections import Counter
 
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
+from tierkv.core.extent_rows import extent_of_row
 from tierkv.core.grants import GroupSpec
 from tierkv.core.instructions import ExtentRow, GroupFound, Rows
 from tierkv.core.keys import KEY_BYTES
 from tierkv.core.ledger import Group, Ledger
-from tierkv.core.value.kinds import UNKNOWN_GAP_SECONDS, UNKNOWN_NEW, kind_of_used
 
 
 class RecoveredRows:
@@ -89,21 +89,6 @@ class RecoveredRows:
         self._numbers.clear()
 
     def _make_extent(self, group: Group, row: ExtentRow, now: float) -> Extent:
-        extent = Extent(
-            group=group.spec.group,
-            key=row.key,
-            parent=row.parent,
-            first_token=self._numbers.setdefault(row.first_token, row.first_token),
-            ranks=group.ranks,
-            created=min(row.created, now),
-        )
-        extent.keys = row.keys
-        extent.num_blocks = extent.hot_blocks = len(row.keys) // KEY_BYTES
-        extent.tokens = None
-        extent.sealed = True
-        extent.hits = extent.tail_hits = row.hits
-        tuning = self._ledger.reuse.tuning
-        kind = kind_of_used(row.hits, UNKNOWN_GAP_SECONDS, tuning) if row.hits else UNKNOWN_NEW
-        extent.kind = extent.tail_kind = kind
-        extent.last_used = extent.tail_used = min(row.last_used, now)
+        extent = extent_of_row(group, row, now, self._ledger.reuse.tuning)
+        extent.first_token = self._numbers.setdefault(row.first_token, row.first_token)
         return extent

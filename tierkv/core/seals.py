@@ -108,7 +108,7 @@ class Seals:
     def _flushed_blocks(self, path: list[Segment]) -> int:
         flushed = 0
         for segment in path:
-            if segment.extent.nvme is not FileState.PRESENT or self._cascade.reads.is_lost(segment.extent):
+            if not segment.extent.has_file or self._cascade.reads.is_lost(segment.extent):
                 break
             flushed += segment.blocks
         return flushed
@@ -119,9 +119,7 @@ class Seals:
             return Reason.NVME_OFF
         if any(not ledger.group_of(segment.extent).persistent for segment in seal.path):
             return Reason.NOT_PERSISTENT
-        dropped = (
-            segment.extent.why_not_there for segment in seal.path if segment.extent.nvme is not FileState.PRESENT
-        )
+        dropped = (segment.extent.why_not_there for segment in seal.path if not segment.extent.has_file)
         return self._cascade.nvme.why_not_writable or next(filter(None, dropped), Reason.NVME_DEGRADED)
 
 

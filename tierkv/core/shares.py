@@ -31,27 +31,32 @@ MIN_DIGITS = 6
 @dataclass(slots=True, eq=False)
 class Share:
     """What groups of one name use in all, kept as it changes, and which part of a tier is theirs. In host memory what
-    their tickets hold counts too, on NVMe what is being written; what is on its way out does not."""
+    their tickets hold counts too, of files what is being written; what is on its way out does not."""
 
     name: str
     part: float
     host_bytes: int = 0
     nvme_bytes: int = 0
+    disk_bytes: int = 0
     host_asked: int = 0  # just now
     nvme_asked: int = 0
+    disk_asked: int = 0
 
     def is_exceeded(self, tier: str, capacity_bytes: int) -> bool:
-        used = self.host_bytes + self.host_asked if tier == "host" else self.nvme_bytes + self.nvme_asked
+        if tier == "host":
+            used = self.host_bytes + self.host_asked
+        else:
+            used = self.nvme_bytes + self.nvme_asked if tier == "nvme" else self.disk_bytes + self.disk_asked
         return used > self.part * capacity_bytes
 
     @contextmanager
-    def asking(self, *, host_bytes: int = 0, nvme_bytes: int = 0) -> Iterator[None]:
+    def asking(self, *, host_bytes: int = 0, nvme_bytes: int = 0, disk_bytes: int = 0) -> Iterator[None]:
         """While room is made for so many bytes more."""
-        self.host_asked, self.nvme_asked = host_bytes, nvme_bytes
+        self.host_asked, self.nvme_asked, self.disk_asked = host_bytes, nvme_bytes, disk_bytes
         try:
             yield
         finally:
-            self.host_asked = self.nvme_asked = 0
+            self.host_asked = self.nvme_asked = self.disk_asked = 0
 
 
 @dataclass(frozen=True, slots=True)

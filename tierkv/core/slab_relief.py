@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
-from tierkv.core.residency import FileState
 from tierkv.core.value.order import Rank
 
 CANDIDATES = 16
@@ -92,8 +91,8 @@ def _cuts(ledger: Ledger, base: int, used: int, below: Rank | None, now: float) 
             return None
         cuts[extent] = remaining
         behind = list(_kids_behind(extent, remaining))
-        if extent.nvme is not FileState.PRESENT and any(kid.nvme is FileState.PRESENT for kid in behind):
-            return None  # what is on NVMe would be left without its parent
+        if not extent.has_file and any(kid.has_file for kid in behind):
+            return None  # what is in files would be left without its parent
         todo += [(kid, 0) for kid in behind if kid.longest_host_blocks]
     return cuts
 

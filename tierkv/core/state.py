@@ -39,6 +39,7 @@ from tierkv.core.instructions import (
     AnyReport,
     FileLost,
     GroupFound,
+    OnDisk,
     OpFailed,
     PinForgotten,
     PinFound,
@@ -51,6 +52,7 @@ from tierkv.core.instructions import (
     RemoveDone,
     Rows,
     ScrubProgress,
+    StillUsed,
     TierHealth,
     Touch,
     TouchRow,
@@ -101,6 +103,7 @@ class CacheState:
         self._cascade = Cascade(self._ledger)
         self._recovery: RecoveredRows | None = RecoveredRows(self._ledger, self._cascade) if limits.nvme_bytes else None
         self._cascade.nvme.is_open = self._recovery is None
+        self._is_disk_recovering = self._ledger.has_disk
         self._leases = Leases(self._ledger, self._cascade)
         self._tickets = Tickets(self._ledger, self._cascade)
         self._seals = Seals(self._ledger, self._cascade)
@@ -122,7 +125,7 @@ class CacheState:
         if group is None:
             group = self._ledger.add_group(spec)
         else:
-            self._ledger.rename(group, spec, self._cascade.nvme.staying_bytes_of)
+            self._ledger.rename(group, spec, self._cascade.staying_bytes_of)
             if group.persistent and not spec.persistent:
                 self._ledger.make_memory_only(group)
         if group.persistent and self._ledger.has_nvme and not self._purges.covers(group):
@@ -374,9 +377,10 @@ class CacheState:
                 if self._recovery is not None:
                     self._recovery.finish(saw_all=not report.unreadable)
                     self._recovery = None
-                    self._purges.found_hidden(report.hidden_bytes)
+                    self._purges.found_hidden(self._cascade.nvme, report.hidden_bytes)
                     self._cascade.nvme.is_open = True
                     self._cascade.shrink(now, at_once=True)
+                    self._cascade.found.take_early(now)
                     self._cascade.pump(now)
             case _:
                 pass  # progress and the worker's farewell are the front's
@@ -385,6 +389,75 @@ class CacheState:
     @property
     def is_recovering(self) -> bool:
         return self._recovery is not None
+
+    def disk_report(self, report: AnyReport, now: float) -> list[Effect]:
+        """From the worker of the disk tier."""
+        cascade = self._cascade
+        match report:
+            case WriteDone():
+                cascade.demoted(report, now)
+            case ReadDone():
+                cascade.read_done(report, now)
+            case RemoveDone() | StillUsed():
+                cascade.removed_from_disk(report, now)
+            case OpFailed():
+                cascade.op_failed_on_disk(report, now)
+            case TierHealth():
+                cascade.disk_health(report, now)
+            case ScrubProgress():
+                for group, rank, key in report.set_aside:
+                    cascade.found.set_aside(group, rank, key, now)
+            case FileLost():
+                cascade.found.file_lost(report, now)
+            case GroupFound():
+                cascade.found.group_found(report, now)
+            case Rows():
+                cascade.found.rows(report, now)
+            case PurgeSwept():
+                self._purges.swept_on_disk(report, now)
+            case PurgeResumed():
+                self._purges.resumed_on_disk(report, now)
+            case Recovered():
+                self._is_disk_recovering = False
+                self._purges.found_hidden(cascade.disk, report.hidden_bytes)
+                self._open_disk(now)
+            case _:
+                pass  # progress and the worker's farewell are the front's
+        return self._effects_after(now)
+
+    @property
+    def is_disk_recovering(self) -> bool:
+        """Not all that lies in the disk tier is known yet. Requests are served meanwhile."""
+        return self._is_disk_recovering
+
+    def _open_disk(self, now: float) -> None:
+        """Once it is known what hangs on what, something may leave the disk tier, and come to it."""
+        cascade = self._cascade
+        cascade.found.adopt()
+        if self._is_disk_recovering or cascade.found.is_adopting or cascade.disk.is_open or not cascade.nvme.is_open:
+            return
+        cascade.disk.is_open = self._ledger.has_disk
+        cascade.pump(now)
+
+    def disk_worker_started(self, now: float) -> list[Effect]:
+        for group in self._ledger.groups.values():
+            if group.wants_disk_folder:
+                self._ledger.effects.append(OnDisk(open_namespace(group)))
+        self._cascade.disk_worker_started(now)
+        return self._effects_after(now)
+
+    def disk_worker_died(self, now: float) -> list[Effect]:
+        """Proven by waitpid: it touches no slot and no file any more."""
+        self._cascade.disk_worker_died(now)
+        self._purges.disk_worker_died()
+        return self._effects_after(now)
+
+    def disk_limit(self, num_bytes: int, now: float) -> list[Effect]:
+        """How much the disk tier may hold in all, what other nodes put there included."""
+        self._ledger.limits = replace(self._ledger.limits, disk_bytes=num_bytes)
+        self._cascade.shrink(now)
+        self._cascade.pump(now)
+        return self._effects_after(now)
 
     def worker_started(self, now: float) -> list[Effect]:
         for group in self._ledger.groups.values():
@@ -546,7 +619,8 @@ class CacheState:
         return bool(self._ledger.postings)
 
     def take_postings(self, now: float) -> list[Posting]:
-        """What has moved into and out of host memory since the last call, summed by group, accounts and reason."""
+        """What has moved into and out of host memory and the disk tier since the last call, summed by group, accounts
+        and reason."""
         taken, self._ledger.postings = self._ledger.postings, Counter()
         return [
             Posting(now, group, source, target, num_bytes, reason)
@@ -556,6 +630,10 @@ class CacheState:
     def host_balances(self) -> list[tuple[bytes, int]]:
         """What the books say of each group in host memory."""
         return [(key, group.host_slots * group.slot_bytes) for key, group in self._ledger.groups.items()]
+
+    def disk_balances(self) -> list[tuple[bytes, int]]:
+        """Likewise in the disk tier: extents that can be found there, or are being removed."""
+        return [(key, group.disk_bytes) for key, group in self._ledger.groups.items()]
 
     def shares(self) -> list[ShareUse]:
         """By share as they are set, the rest last, and by tier. Empty where none are set."""
@@ -594,6 +672,25 @@ class CacheState:
         return self._cascade.nvme.removing_bytes
 
     @property
+    def disk_removing_bytes(self) -> int:
+        return self._cascade.disk.removing_bytes
+
+    @property
+    def num_demotions(self) -> int:
+        """From NVMe to the disk tier, under way or waiting."""
+        return len(self._cascade.demotions)
+
+    @property
+    def disk_read_bytes_per_second(self) -> float:
+        """Measured. 0.0: not yet."""
+        return self._cascade.reads.disk_speed.bytes_per_second
+
+    @property
+    def disk_write_bytes_per_second(self) -> float:
+        """Measured, of demotions. 0.0: not yet."""
+        return self._cascade.demotions.speed.bytes_per_second
+
+    @property
     def num_writes_waiting(self) -> int:
         return len(self._cascade.writes)
 
@@ -612,7 +709,7 @@ class CacheState:
     # ---- time
 
     def tick(self, now: float) -> list[Effect]:
-        self._cascade.nvme.retry(now)
+        self._cascade.retry(now)
         self._purges.retry(now)
         self._leases.settle_due(now)
         self._seals.seal_idle(now)
@@ -637,12 +734,12 @@ class CacheState:
             times.append(next(iter(ledger.staged.values())).since + self.limits.staged_seconds)
         if ledger.touched and self._cascade.nvme.is_worker_up:
             times.append(self._touch_due)
-        if self._cascade.is_behind:
+        if self._cascade.is_behind or self._cascade.found.is_adopting:
             times.append(0.0)
         if any(job.is_busy for job in self._warmups.values()):
             times.append(self._plan_due)
         due = (
-            self._cascade.nvme.next_retry(),
+            self._cascade.next_retry(),
             self._cascade.writes.next_admission(),
             self._purges.next_retry(),
             self._pins.next_wakeup(),
@@ -660,15 +757,13 @@ class CacheState:
         self._touch_due = now + self.limits.touch_seconds
         if not self._cascade.nvme.is_worker_up:
             return
-        rows = [
-            TouchRow(ledger.group_of(e).spec.identity.weights, e.group, rank, e.key, e.last_used, e.hits)
-            for e in ledger.touched
-            if e.nvme is FileState.PRESENT
-            for rank in range(ledger.group_of(e).ranks)
-        ]
+        on_nvme = _touch_rows(ledger, [extent for extent in ledger.touched if extent.nvme is FileState.PRESENT])
+        if on_nvme:
+            ledger.effects.append(Touch(on_nvme))
+        on_disk = _touch_rows(ledger, [extent for extent in ledger.touched if extent.disk is FileState.PRESENT])
+        if on_disk and self._cascade.disk.is_worker_up:
+            ledger.effects.append(OnDisk(Touch(on_disk)))
         ledger.touched.clear()
-        if rows:
-            ledger.effects.append(Touch(rows))
 
     def _effects_after(self, now: float) -> list[Effect]:
         """Answer what the event made due: leases and seals that waited for it, warm-ups that can go on."""
@@ -688,6 +783,10 @@ class CacheState:
         for job in self._warmups.values():
             if not job.finished:
                 warmup.advance(job, self._ledger, cascade, now, most_reads=self._reads_ahead(now), failed=failed)
+        if self._ledger.has_disk:
+            cascade.found.settle(now)
+            self._open_disk(now)
+            cascade.demotions.pump(now)
         self._pins.promote(now, may_read=not self._leases.num_waiting)
         self._wiping.ask()
         self._purges.settle(now)
@@ -704,3 +803,11 @@ class CacheState:
         effects = list(self._ledger.effects)
         self._ledger.effects.clear()
         return effects
+
+
+def _touch_rows(ledger: Ledger, extents: list[Extent]) -> list[TouchRow]:
+    return [
+        TouchRow(ledger.group_of(e).spec.identity.weights, e.group, rank, e.key, e.last_used, e.hits)
+        for e in extents
+        for rank in range(ledger.group_of(e).ranks)
+    ]

@@ -2,6 +2,7 @@
 
     used + reserved + overhead <= capacity
     used       files that are there, or may be; `removing_bytes` of them are on their way out
+    leaving    part of used: files that stay until they are copied to the tier below
     reserved   files being written
     overhead   what lies beside them, and what this start can neither use nor rule out
 
@@ -11,11 +12,12 @@ is written meanwhile. All ranks of an extent go together, with an operation each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from tierkv.core.extent import Extent
-from tierkv.core.instructions import AnyInstruction, OpFailed, Remove, RemoveDone, SetAside, TierHealth
+from tierkv.core.instructions import AnyInstruction, OpFailed, Remove, RemoveDone, SetAside, StillUsed, TierHealth
 from tierkv.core.journal import Account
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.reasons import Reason
@@ -33,6 +35,7 @@ MakeWrite = Callable[[int, int], AnyInstruction]
 @dataclass(slots=True, eq=False)
 class _WriteOp:
     extent: Extent
+    rank: int
 
 
 @dataclass(slots=True, eq=False)
@@ -41,23 +44,34 @@ class _RemoveOp:
     rank: int
     reason: Reason | None
     aside: Reason | None = None  # the file is kept in quarantine, for this reason
+    unless_used_since: float = math.inf
 
 
 @dataclass(slots=True)
 class _Outcome:
     """Of a write, until the last rank's has ended."""
 
-    num_bytes: int = 0
+    by_rank: dict[int, int] = field(default_factory=dict)  # bytes of the files that are there
     reason: Reason | None = None  # of a rank that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A write of all ranks, in files of so many bytes; with a `reason` it has failed, and there may be files."""
+    """A write of all ranks, in files of so many bytes; with a `reason` it has failed, and there may be other files."""
 
     extent: Extent
-    num_bytes: int
+    by_rank: Mapping[int, int]
     reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A removal of all ranks. Files of the `kept` ranks are still there: another node used them, last at that time."""
+
+    extent: Extent
+    kept: Mapping[int, float]
+    is_kept: bool  # all ranks' are
+    num_bytes: int
 
 
 class TierFiles:
@@ -71,6 +85,9 @@ class TierFiles:
         self._ops_of: dict[Extent, tuple[int, ...]] = {}
         self.num_removes = 0  # of them
         self._outcomes: dict[Extent, _Outcome] = {}
+        self._kept: dict[Extent, dict[int, float]] = {}  # of removals, until the last rank's has ended
+        self._used_at: dict[bytes, float] = {}  # by another node, as it said: its clock may be ahead of ours
+        self._leaving: dict[Extent, None] = {}
         self._retries: list[tuple[float, _RemoveOp]] = []
         self._to_sweep: dict[Extent, None] = {}  # purged ones whose files a sweep removes
         self._owners: dict[bytes, Extent] = {}  # key -> whose file is being written or removed under that name
@@ -80,6 +97,7 @@ class TierFiles:
         self.used_bytes = 0
         self.reserved_bytes = 0
         self.removing_bytes = 0
+        self.leaving_bytes = 0
         self.overhead_bytes = 0
         self.growth_bytes = 0  # part of overhead_bytes: nothing of it is there yet
         self.stranded_bytes = 0  # part of overhead_bytes: files that this start can neither use nor rule out
@@ -98,9 +116,25 @@ class TierFiles:
         return self.books.capacity_bytes - self.overhead_bytes - self.used_bytes - self.reserved_bytes
 
     @property
+    def can_read(self) -> bool:
+        """Something may be asked of the worker that concerns a file known to be there. One that has the disk tier
+        answers while it still looks for others."""
+        return self.is_worker_up and (self.is_open or self.books.reads_early)
+
+    @property
     def is_ready(self) -> bool:
         """Something may be asked of the worker."""
         return self.is_open and self.is_worker_up
+
+    @property
+    def going_bytes(self) -> int:
+        """Of what is used, what is on its way out."""
+        return self.removing_bytes + self.leaving_bytes
+
+    @property
+    def num_going(self) -> int:
+        """Files."""
+        return self.num_removes + sum(self._ledger.group_of(extent).ranks for extent in self._leaving)
 
     @property
     def can_remove(self) -> bool:
@@ -126,6 +160,9 @@ class TierFiles:
         """A file of its name is being written or removed: the older file's removal would take a new one's."""
         return extent.key in self._owners
 
+    def owns_key(self, key: bytes) -> bool:
+        return key in self._owners
+
     def begin_write(self, extent: Extent, make: MakeWrite) -> None:
         """There is room for it."""
         group = self._ledger.group_of(extent)
@@ -136,10 +173,10 @@ class TierFiles:
         self.reserved_bytes += growth
         self.books.count_share(extent, growth)
         self.books.set_size(extent, need)
-        self._ledger.declare(group)
+        self.books.declare(group)
         self._outcomes[extent] = _Outcome()
         for rank in range(group.ranks):
-            op = self._new_op(_WriteOp(extent))
+            op = self._new_op(_WriteOp(extent, rank))
             self._ledger.effects.append(self.books.addressed(make(op, rank)))
         self.writes_in_flight += 1
         if self.spare_files is not None:
@@ -151,18 +188,20 @@ class TierFiles:
         known = self._ops.get(op)
         return known.extent if isinstance(known, _WriteOp) else None
 
-    def end_write(self, op: int, num_bytes: int, reason: Reason | None = None) -> Ended | None:
+    def end_write(self, number: int, num_bytes: int, reason: Reason | None = None) -> Ended | None:
         """Of one rank. None: those of others are under way. `finish_write` or `abandon_write` is to follow."""
-        extent = self._end_op(op).extent
+        op = self._end_op(number)
+        extent = op.extent
         outcome = self._outcomes[extent]
-        outcome.num_bytes += num_bytes
+        if reason is None:
+            outcome.by_rank[op.rank] = num_bytes
         outcome.reason = reason or outcome.reason
         if extent in self._ops_of:
             return None
         del self._outcomes[extent]
         self.writes_in_flight -= 1
         del self._owners[extent.key]
-        return Ended(extent, outcome.num_bytes, outcome.reason)
+        return Ended(extent, outcome.by_rank, outcome.reason)
 
     def finish_write(self, ended: Ended) -> bool:
         """Whether its files are there to stay."""
@@ -172,16 +211,27 @@ class TierFiles:
             self.books.move(extent, FileEvent.FAILED)
             self.issue_removes(extent, ended.reason)
             return False
-        self._book_file(extent, ended.num_bytes)
+        self._book_file(extent, sum(ended.by_rank.values()))
         self.books.move(extent, FileEvent.FLUSHED)
         self._strays.discard(extent)
         return True
+
+    def abandon_write(self, extent: Extent) -> None:
+        """It has failed, and nothing of it is to be removed."""
+        reserved = self.books.size(extent)
+        self.reserved_bytes -= reserved
+        self.books.count_share(extent, -reserved)
+        self.books.set_size(extent, 0)
+        self._condemned.discard(extent)
+        self._strays.discard(extent)
+        self.books.move(extent, FileEvent.ABANDONED)
 
     def _book_file(self, extent: Extent, num_bytes: int) -> None:
         """What was reserved for a write is a file now, or may be one."""
         reserved = self.books.size(extent)
         self.reserved_bytes -= reserved
         self.used_bytes += num_bytes
+        self.books.post(extent, Account.COPIED, self.books.tier, num_bytes)
         self.books.count_file(extent, num_bytes)
         self.books.count_share(extent, num_bytes - reserved)
         self.books.set_size(extent, num_bytes)
@@ -194,7 +244,7 @@ class TierFiles:
         self.books.move(extent, FileEvent.ISSUE)
         self._book_file(extent, self.books.size(extent))
         self.books.move(extent, FileEvent.FAILED)
-        self.issue_removes(extent, reason)
+        self.issue_removes(extent, reason, unless_used_since=self._unless_used_since(extent))
 
     def condemn(self, extent: Extent) -> None:
         """Its file goes as soon as it is written."""
@@ -209,21 +259,57 @@ class TierFiles:
 
     # ---- files go
 
+    def begin_leaving(self, extent: Extent) -> None:
+        """Its file is copied to the tier below, and goes then: whoever looks for room counts on that."""
+        self._leaving[extent] = None
+        self.leaving_bytes += self.books.size(extent)
+        self.books.count_share(extent, -self.books.size(extent))
+
+    def end_leaving(self, extent: Extent) -> bool:
+        """It goes now, or does not go. Whether it was to."""
+        if extent not in self._leaving:
+            return False
+        del self._leaving[extent]
+        self.leaving_bytes -= self.books.size(extent)
+        self.books.count_share(extent, self.books.size(extent))
+        return True
+
     def lose(self, extent: Extent, event: FileEvent, reason: Reason | None, aside: Reason | None = None) -> None:
-        """A file that is there is to go, by EVICT or LOST."""
+        """A file that is there is to go: by EVICT, unless somebody else uses it, or LOST."""
+        self.end_leaving(extent)
+        unless_used_since = self._unless_used_since(extent) if event is FileEvent.EVICT else math.inf
         self.books.move(extent, event)
         if reason is not None:
             self.books.note_why(extent, reason)
-        self.issue_removes(extent, reason, aside)
+        self.issue_removes(extent, reason, aside, unless_used_since)
 
-    def issue_removes(self, extent: Extent, reason: Reason | None, aside: Reason | None = None) -> None:
+    def _unless_used_since(self, extent: Extent) -> float:
+        return max(self.books.unless_used_since(extent), self._used_at.pop(extent.key, 0.0))
+
+    def forget(self, extent: Extent) -> int:
+        """Its files are gone, or are not its own any more: nothing is to be removed. The bytes that they took."""
+        size = self.books.size(extent)
+        self.books.move(extent, FileEvent.FORGOTTEN)
+        self.used_bytes -= size
+        self.books.count_file(extent, -size)
+        self.books.count_share(extent, -size)
+        self.books.set_size(extent, 0)
+        return size
+
+    def issue_removes(
+        self,
+        extent: Extent,
+        reason: Reason | None,
+        aside: Reason | None = None,
+        unless_used_since: float = math.inf,
+    ) -> None:
         """`aside`: the files are right by their checksums and yet were found unusable, so they are kept for a look."""
         self._owners[extent.key] = extent
         self._leaves_share(extent)
         self._condemned.discard(extent)
         self._strays.discard(extent)
         for rank in range(self._ledger.group_of(extent).ranks):
-            self._issue_remove(_RemoveOp(extent, rank, reason, aside))
+            self._issue_remove(_RemoveOp(extent, rank, reason, aside, unless_used_since))
 
     def _leaves_share(self, extent: Extent) -> None:
         """Its file is on its way out: whoever looks for room counts on that."""
@@ -240,31 +326,54 @@ class TierFiles:
         group, rank, key = op.extent.group, op.rank, op.extent.key
         if op.aside is not None:
             return SetAside(op=number, fingerprint=weights, group=group, rank=rank, key=key, reason=op.aside)
-        is_in_host = op.extent.in_tree and op.extent.host_blocks == op.extent.num_blocks
         return Remove(
             op=number,
             fingerprint=weights,
             group=group,
             rank=rank,
             key=key,
-            to=Account.COPIED if is_in_host else Account.DROPPED,
+            to=Account.COPIED if self._is_elsewhere(op.extent) else Account.DROPPED,
             reason=op.reason,
+            unless_used_since=op.unless_used_since,
         )
 
-    def remove_done(self, report: RemoveDone) -> Extent | None:
-        """The extent, when this was the last of its files."""
-        if not isinstance(self._ops.get(report.op), _RemoveOp):
+    @staticmethod
+    def _is_elsewhere(extent: Extent) -> bool:
+        return extent.in_tree and (extent.has_file or extent.host_blocks == extent.num_blocks)
+
+    def remove_done(self, report: RemoveDone | StillUsed) -> Gone | None:
+        """What has become of the extent's files, when this was the last of them."""
+        op = self._ops.get(report.op)
+        if not isinstance(op, _RemoveOp):
             return None
         extent = self._end_op(report.op).extent
-        if self.spare_files is not None and report.op >= self._spare_since:
+        if isinstance(report, StillUsed):
+            self._kept.setdefault(extent, {})[op.rank] = report.last_used
+        elif self.spare_files is not None and report.op >= self._spare_since:
             self.spare_files += _INODES_OF_A_FILE
         if not self.is_at_rest(extent):
             return None
-        self._file_gone(extent)
-        return extent
+        kept, size = self._kept.pop(extent, {}), self.books.size(extent)
+        is_kept = len(kept) == self._ledger.group_of(extent).ranks
+        if kept:
+            self._used_at[extent.key] = max(kept.values())
+        if is_kept:
+            self._keep(extent)
+        else:
+            self._file_gone(extent, op.reason)
+        return Gone(extent, kept, is_kept, size)
 
-    def _file_gone(self, extent: Extent) -> None:
+    def _keep(self, extent: Extent) -> None:
         size = self.books.size(extent)
+        del self._owners[extent.key]
+        self.removing_bytes -= size
+        self.books.count_share(extent, size)
+        self.books.move(extent, FileEvent.KEPT)
+
+    def _file_gone(self, extent: Extent, reason: Reason | None) -> None:
+        size = self.books.size(extent)
+        target = Account.COPIED if self._is_elsewhere(extent) else Account.DROPPED
+        self.books.post(extent, self.books.tier, Account.PURGED if extent.purged else target, size, reason)
         del self._owners[extent.key]
         self.removing_bytes -= size
         self.used_bytes -= size
@@ -294,6 +403,7 @@ class TierFiles:
 
     def leave_to_sweep(self, extent: Extent) -> None:
         """Its files are there, and a purge's sweep removes them: `swept` tells of it."""
+        self.end_leaving(extent)
         self.books.move(extent, FileEvent.LOST)
         self._owners[extent.key] = extent
         self._leaves_share(extent)
@@ -304,7 +414,7 @@ class TierFiles:
         gone = [extent for extent in extents if extent in self._to_sweep]
         for extent in gone:
             del self._to_sweep[extent]
-            self._file_gone(extent)
+            self._file_gone(extent, Reason.PURGED)
         return gone
 
     def is_to_sweep(self, extent: Extent) -> bool:
@@ -357,7 +467,7 @@ class TierFiles:
         self._count_spare_files(report.spare_inodes)
         self.is_readable = report.readable
         self.is_writable = report.writable
-        self.why_not_writable = None if report.writable else (report.reason or Reason.NVME_DEGRADED)
+        self.why_not_writable = None if report.writable else (report.reason or self.books.why_degraded)
         if not was_writable and report.writable:
             self._retries = [(now, op) for _, op in self._retries]
 
@@ -396,7 +506,11 @@ class TierFiles:
         """In files and reserved, less what is on its way out. Looks at every extent."""
         known = {*self._ledger.tree, *self.extents_in_operations()}
         staying = (FileState.QUEUED, FileState.WRITING, FileState.PRESENT)
-        return sum(self.books.size(e) for e in known if e.group == group.spec.group and self.books.state(e) in staying)
+        return sum(
+            self.books.size(e)
+            for e in known
+            if e.group == group.spec.group and self.books.state(e) in staying and e not in self._leaving
+        )
 
     def check_sums(self) -> None:
         """Raises BrokenInvariant when the bytes counted per state are not those of the extents in it."""
@@ -408,6 +522,9 @@ class TierFiles:
         owners = {e.key: e for e in known if books.state(e) in (FileState.WRITING, FileState.REMOVING)}
         if self._owners != owners:
             raise BrokenInvariant(f"{tier} files being written or removed: {self._owners} counted, {owners} there")
+        leaving = sum(books.size(e) for e in self._leaving if books.state(e) is FileState.PRESENT)
+        if self.leaving_bytes != leaving:
+            raise BrokenInvariant(f"{tier} leaving: {self.leaving_bytes} counted, {leaving} there")
         removes = sum(isinstance(op, _RemoveOp) for op in self._ops.values())
         if self.num_removes != removes:
             raise BrokenInvariant(f"{tier} files being removed: {self.num_removes} counted, {removes} there")

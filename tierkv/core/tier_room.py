@@ -39,17 +39,17 @@ class TierRoom:
         need -= files.books.size(extent)  # which are reserved
         if files.free_bytes >= need:
             return None
-        if files.free_bytes + files.removing_bytes < need and not is_worth_room(extent):
+        if files.free_bytes + files.going_bytes < need and not is_worth_room(extent):
             return Reason.WORTH_LESS
         slack = capacity // 64  # evict in batches, not one for each write
         evicted = 0
-        while files.free_bytes + files.removing_bytes < need + slack and self._evict(now):
+        while files.free_bytes + files.going_bytes < need + slack and self._evict(now):
             evicted += 1
             if evicted >= EVICTIONS_AT_A_TIME:
                 slack = 0  # enough for others to wait for
         if files.free_bytes >= need:
             return None
-        if files.free_bytes + files.removing_bytes >= need or files.writes_in_flight or files.removing_bytes:
+        if files.free_bytes + files.going_bytes >= need or files.writes_in_flight or files.going_bytes:
             return Reason.PENDING
         return files.books.why_full
 
@@ -58,9 +58,9 @@ class TierRoom:
         files = self._files
         assert files.spare_files is not None
         wanted = num_files + _FILES_AT_A_TIME
-        while files.spare_files + files.num_removes < wanted and self._evict(now):
+        while files.spare_files + files.num_going < wanted and self._evict(now):
             pass
-        return Reason.PENDING if files.num_removes or files.writes_in_flight else Reason.NO_INODES
+        return Reason.PENDING if files.num_going or files.writes_in_flight else Reason.NO_INODES
 
     def shrink(self, now: float, *, at_once: bool = False) -> None:
         """Evict down to capacity: after recovery, `at_once`, or when what lies beside the extents has grown, a slice
@@ -79,6 +79,6 @@ class TierRoom:
 
     def _is_beyond_capacity(self) -> bool:
         files = self._files
-        if files.free_bytes + files.removing_bytes < 0:
+        if files.free_bytes + files.going_bytes < 0:
             return True
-        return files.spare_files is not None and files.spare_files < 0 and files.spare_files + files.num_removes < 0
+        return files.spare_files is not None and files.spare_files < 0 and files.spare_files + files.num_going < 0

@@ -8,6 +8,7 @@ from tierkv.core.cascade import Cascade
 from tierkv.core.grants import GroupSpec
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
+from tierkv.core.tier_files import TierFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class GroupUsage:
     host_bytes: int
     nvme_bytes: int
     last_used: float
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ def share_use(ledger: Ledger) -> list[ShareUse]:
         for tier, used, capacity in (
             ("host", share.host_bytes, limits.host_bytes),
             *([("nvme", share.nvme_bytes, limits.nvme_bytes)] if ledger.has_nvme else []),
+            *([("disk", share.disk_bytes, limits.disk_bytes)] if ledger.has_disk else []),
         )
     ]
 
@@ -96,6 +99,7 @@ def group_usage(ledger: Ledger) -> list[GroupUsage]:
             tokens=group.blocks * group.block_tokens,
             host_bytes=group.host_slots * group.slot_bytes,
             nvme_bytes=group.nvme_bytes,
+            disk_bytes=group.disk_bytes,
             last_used=group.last_used,
         )
         for key, group in ledger.groups.items()
@@ -148,24 +152,28 @@ def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
             overhead_bytes=ledger.limits.host_bytes - ledger.pool.limit_bytes,
         )
     ]
-    if ledger.has_nvme:
-        tiers.append(
-            TierBytes(
-                tier="nvme",
-                capacity_bytes=ledger.limits.nvme_bytes,
-                used_bytes=cascade.nvme.used_bytes,
-                reserved_bytes=cascade.nvme.reserved_bytes,
-                overhead_bytes=_overhead(ledger, cascade),
-                is_writable=cascade.nvme.is_writable,
-                reason=cascade.nvme.why_not_writable,
-            )
-        )
-    return tiers
+    return [
+        *tiers,
+        *([_tier_of_files(cascade.nvme)] if ledger.has_nvme else []),
+        *([_tier_of_files(cascade.disk)] if ledger.has_disk else []),
+    ]
 
 
-def _overhead(ledger: Ledger, cascade: Cascade) -> int:
+def _tier_of_files(files: TierFiles) -> TierBytes:
+    return TierBytes(
+        tier=files.books.tier,
+        capacity_bytes=files.books.capacity_bytes,
+        used_bytes=files.used_bytes,
+        reserved_bytes=files.reserved_bytes,
+        overhead_bytes=_overhead(files),
+        is_writable=files.is_writable,
+        reason=files.why_not_writable,
+    )
+
+
+def _overhead(files: TierFiles) -> int:
     """With as much of the room for growth as is left: when more is wanted of it, extents go first, and until they are
     gone it is not there."""
-    there = cascade.nvme.overhead_bytes - cascade.nvme.growth_bytes
-    left = ledger.limits.nvme_bytes - cascade.nvme.used_bytes - cascade.nvme.reserved_bytes - there
-    return there + max(0, min(left, cascade.nvme.growth_bytes))
+    there = files.overhead_bytes - files.growth_bytes
+    left = files.books.capacity_bytes - files.used_bytes - files.reserved_bytes - there
+    return there + max(0, min(left, files.growth_bytes))

@@ -15,7 +15,6 @@ from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
-from tierkv.core.residency import FileState
 from tierkv.core.warmup_plan import SLICE, WarmupPlan, WarmupScope
 
 __all__ = ["WarmupJob", "WarmupScope", "WarmupState", "advance", "begin"]
@@ -229,7 +228,7 @@ def _look_at(job: WarmupJob, extent: Extent, ledger: Ledger) -> _Bringing | None
 
 
 def _is_there(extent: Extent) -> bool:
-    return extent.in_tree and extent.nvme is FileState.PRESENT
+    return extent.in_tree and extent.has_file
 
 
 def _can_be_hit(job: WarmupJob, extent: Extent) -> bool:

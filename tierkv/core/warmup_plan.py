@@ -18,7 +18,6 @@ from blake3 import blake3
 
 from tierkv.core.extent import Extent
 from tierkv.core.ledger import Group, Ledger
-from tierkv.core.residency import FileState
 from tierkv.core.value.cost import prefill_seconds
 
 SLICE = 512
@@ -120,7 +119,7 @@ class WarmupPlan:
     def _is_wanted(self, extent: Extent) -> bool:
         return (
             extent.in_tree
-            and extent.nvme is FileState.PRESENT
+            and extent.has_file
             and extent.group in self._groups
             and extent.last_used >= self._scope.used_since
         )
@@ -152,7 +151,7 @@ class WarmupPlan:
             self.extents -= 1
             return
         for step in reversed(path):
-            if step.nvme is not FileState.PRESENT and step is not path[0]:
+            if not step.has_file and step is not path[0]:
                 continue  # only in memory
             self._placed.add(step)
             self._next.append(step)

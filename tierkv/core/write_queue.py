@@ -33,12 +33,20 @@ class WriteQueue:
         self._admission = admission
         self._changes = changes
         self._queue: deque[Extent] = deque()
+        self._sizes: dict[Extent, int] = {}  # in host memory, of those that wait
+        self.num_bytes = 0
+        """Of host memory, that wait."""
         self._unwritten: dict[Extent, bool] = {}  # -> whether it is written again as soon as its file is removed
         self.held_back: Callable[[Extent], bool] = lambda extent: False
         """Not to be written for now."""
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        """Extents."""
+        return len(self._sizes)
 
     # ---- into the queue
 
@@ -68,8 +76,10 @@ class WriteQueue:
         self.pump(now)  # and no reads: whoever seals is in the middle of a step, and reads make room
 
     def used_again(self, extent: Extent, now: float) -> None:
-        """A lease was granted on it. If admission kept it from NVMe, it may be worth more now."""
-        if extent.why_not_there in _TURNED_DOWN and self._may_be_written_again(extent):
+        """A lease was granted on it. If admission kept it from NVMe, it may be worth more now; and so may one that was
+        brought back from the disk tier."""
+        is_back = extent.disk is FileState.PRESENT and self._files.is_writable
+        if (is_back or extent.why_not_there in _TURNED_DOWN) and self._may_be_written_again(extent):
             self._admit(extent, now)
 
     def _admit_waiting(self, now: float) -> None:
@@ -88,6 +98,15 @@ class WriteQueue:
         extent.move(FileEvent.ADMIT)
         extent.why_not_there = None
         self._queue.append(extent)
+        self._waits(extent)
+
+    def _waits(self, extent: Extent) -> None:
+        group = self._ledger.group_of(extent)
+        size = self._sizes[extent] = group.ranks * extent.num_blocks * group.slot_bytes
+        self.num_bytes += size
+
+    def _waits_no_more(self, extent: Extent) -> None:
+        self.num_bytes -= self._sizes.pop(extent, 0)
 
     # ---- out of it
 
@@ -144,6 +163,7 @@ class WriteQueue:
                 extras=dict(extent.extras),
             )
 
+        self._waits_no_more(extent)
         self._files.begin_write(extent, make)
         ledger.hold(extent, _HOLD, extent.num_blocks)
 
@@ -186,6 +206,7 @@ class WriteQueue:
 
     def give_up(self, extent: Extent, reason: Reason) -> None:
         """A queued extent will not be written."""
+        self._waits_no_more(extent)
         self._count_dropped(extent, reason)
         self._admission.give_back(extent)
         self._files.give_up_write(extent, reason)
@@ -271,6 +292,7 @@ class WriteQueue:
             ledger.unhold(extent, _HOLD)
             if extent.in_tree and not self._files.is_condemned(extent):
                 self._queue.appendleft(extent)
+                self._waits(extent)
             else:
                 self.mark_unwritten(extent, at_once=True)
                 self.give_up(extent, Reason.WORKER_DIED)

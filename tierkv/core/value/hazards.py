@@ -124,6 +124,10 @@ class Hazards:
     def has_learnt(self) -> bool:
         return bool(self._index)
 
+    def counts(self, used: float) -> bool:
+        """What was used then is counted while it waits; of earlier uses nothing is known."""
+        return self._window_of(used) is not None
+
     def _window_of(self, used: float) -> _Window | None:
         for window in reversed(self._windows):
             if used >= window.start:

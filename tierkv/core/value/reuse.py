@@ -115,6 +115,24 @@ class Reuse:
         if tail_blocks:
             self.hazards.begin(tail.kind, now, tail_blocks * unit)
 
+    def found(self, extent: Extent, claimed: list[Stretch], block_tokens: int) -> None:
+        """It was in the disk tier, put there by another node, or thought gone: what is `claimed` of ghosts waits as it
+        does. That is no use."""
+        for stretch in claimed:
+            ghost = stretch.ghost
+            self.hazards.withdraw(ghost.kind, ghost.last_used, ghost.tokens / TOKENS_OF_A_UNIT)
+        if self.hazards.counts(extent.last_used):
+            self.hazards.begin(extent.kind, extent.last_used, extent.num_blocks * block_tokens / TOKENS_OF_A_UNIT)
+
+    def used_elsewhere(self, extent: Extent, last_used: float, block_tokens: int) -> None:
+        """By another node, which says when and nothing more: it waits since then."""
+        units = extent.hot_blocks * block_tokens / TOKENS_OF_A_UNIT
+        if self.hazards.counts(extent.last_used):
+            self.hazards.withdraw(extent.kind, extent.last_used, units)
+        if self.hazards.counts(last_used):
+            self.hazards.begin(extent.kind, last_used, units)
+        extent.last_used = last_used
+
     def cut(self, extent: Extent, num_blocks: int, block_tokens: int) -> None:
         """The blocks from `num_blocks` on are forgotten as if they had never been."""
         unit = block_tokens / TOKENS_OF_A_UNIT
