@@ -228,10 +228,10 @@ def view(made: Live) -> Iterator[RenderableType]:
         yield "nothing of it was asked for a second time: no capacity would have saved anything yet"
         return
     yield ""
-    yield "1. Estimate: what each capacity would find if what was used longest ago went first;"
+    yield "1. Estimate of each capacity, as if what was used longest ago went first:"
     yield from view_sizing(made.sizing)
     yield ""
-    yield f"2. What this node did with what it has (its policy: {made.reply.policy}), beside the estimate for as much:"
+    yield f"2. What this node did (policy: {made.reply.policy}), beside the estimate for as much room:"
     yield _did_table(made)
     yield _comparison(made)
     yield ""
@@ -320,9 +320,8 @@ def _more_words(made: Live) -> Iterator[RenderableType]:
             more = step << number
             kept = [one for one in known if one.more_bytes <= more]
             found = kept[-1] if kept else None
-            name = step_of(made.sizing) if not number else human_size(more)
             shown.add_row(
-                f"+ {name}",
+                f"+ {step_of(more)}",
                 f"+{percent(found.hit_rate if found else 0, 1)}",
                 more_of(found.seconds if found else 0),
             )
@@ -346,8 +345,8 @@ def _notes(made: Live) -> Iterator[str]:
     if asked_about + sizing.step_bytes > reply.seen_bytes * max(1.0, reply.file_factor):
         yield (
             f"! All that was asked for since {at(reply.sample_began)} takes {human_size(reply.seen_bytes)}: more room "
-            f"than that, also as the next {step_of(sizing)}, would have found no more of it; what will come back later "
-            "is not known yet."
+            f"than that, also as the next {step_of(sizing.step_bytes)}, would have found no more of it; what will come "
+            "back later is not known yet."
         )
     if reply.sampled_uses < FEW_USES:
         yield f"! The estimate is rough: it is from {reply.sampled_uses:,} uses of sampled blocks."

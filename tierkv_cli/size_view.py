@@ -37,7 +37,10 @@ def point_as_object(point: Point) -> dict[str, Any]:
 
 
 def view(made: Sizing) -> Iterator[RenderableType]:
-    yield "prefill saved in a day, of one engine's time:"
+    from tierkv.config.sizes import human_size
+
+    below = human_size(made.host_bytes)
+    yield f"prefill saved a day, of one engine's time (nvme below {below} of memory):"
     yield _table(made)
     yield ""
     yield from _words(made)
@@ -47,9 +50,8 @@ def _table(made: Sizing) -> RenderableType:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import percent, table
 
-    step = step_of(made)
-    below = f"nvme below {human_size(made.host_bytes)}"
-    numbers = ("hits", "host memory", "of ceiling", f"next {step}", below, f"its next {step}")
+    step = f"+ {step_of(made.step_bytes)}"
+    numbers = ("hits", "host memory", "of ceiling", step, "nvme", step)
     shown = table("capacity", *numbers, numbers=numbers)
     for point in made.points:
         shown.add_row(
@@ -79,7 +81,7 @@ def _words(made: Sizing) -> Iterator[RenderableType]:
         shown.add_row(name, human_size(point.capacity_bytes), hits, time_of(point.host_seconds), meaning)
     yield shown
     yield ""
-    host, nvme, step = made.host, made.nvme, step_of(made)
+    host, nvme, step = made.host, made.nvme, step_of(made.step_bytes)
     yield (
         f"host memory of {human_size(host.capacity_bytes)} saves {time_of(host.host_seconds)} a day, "
         f"and the next {step} {time_of(host.host_next)} more"
@@ -105,12 +107,12 @@ def more_of(seconds: float) -> str:
     return f"{'' if seconds < 0 else '+'}{time_of(seconds)}"
 
 
-def step_of(made: Sizing) -> str:
+def step_of(num_bytes: int) -> str:
     """As it would be said: "100 GB" and not "93.1 GiB"."""
     from tierkv.config.sizes import human_size
 
-    gigabytes, rest = divmod(made.step_bytes, 10**9)
-    return f"{gigabytes:,} GB" if not rest else human_size(made.step_bytes)
+    gigabytes, rest = divmod(num_bytes, 10**9)
+    return f"{gigabytes:,} GB" if not rest else human_size(num_bytes)
 
 
 # ---- as a picture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -7,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from tests.cli.conftest import FakeNode, Outcome
 from tierkv.core.size_report import Gain, MoreGain
 from tierkv.wire.messages import SizedTier, SizeReply
+from tierkv_cli.size_live import look, view
 
 Tierkv = Callable[..., Outcome]
 
@@ -159,6 +163,20 @@ def test_a_node_tells_it_twice_and_whether_both_agree(
     ):
         assert words in done.out
     assert "!" not in done.out
+
+
+def test_a_terminal_of_80_columns_shows_all_of_it() -> None:
+    big = [msgspec.structs.replace(gain, need_bytes=gain.need_bytes * 3_000) for gain in answer().gains]
+    tiers = (SizedTier("host", 300 * 2**30, 305), SizedTier("nvme", 2**40, 195))
+    reply = answer(gains=tuple(big), tiers=tiers)
+    screen = Console(width=80, file=io.StringIO(), highlight=False)
+    made = look(reply, host_bytes=None, nvme_bytes=None, step_bytes=10**11, load_rate=None)
+    for part in view(made):
+        screen.print(part)
+    lines = screen.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if line.startswith("capacity")).count("+ 100 GB") == 2
+    assert sum(line.startswith(("128.0 GiB", "256.0 GiB", "1.0 TiB", "8.0 TiB")) for line in lines) == 4
 
 
 def test_json_of_a_node_has_both(tierkv: Tierkv, told: dict[str, SizeReply]) -> None:

@@ -93,7 +93,7 @@ def test_a_rate_that_sinks_forgets_blocks_and_takes_their_bytes_along() -> None:
     sample = ReuseSample(most=64)
     for number in range(400):
         sample.use(GROUP, path([number % 90, *"xyz"[: number % 4]]), float(number))
-    assert sum(step.num_bytes for step in sample.steps()) == len(sample) * PAGE
+    assert sample.blocks_by_group() == {GROUP: len(sample)}
     assert sample.seen_bytes == int(len(sample) * PAGE / sample.rate)
 
 

@@ -293,10 +293,9 @@ class LiveSizing:
         return group.ranks * group.file_bytes(blocks) // blocks
 
     def _file_factor(self) -> float:
-        memory = files = 0.0
-        for step in self._sample.steps():
-            memory += step.num_bytes
-            files += step.blocks * self._file_bytes(step.group)
+        blocks = self._sample.blocks_by_group()
+        memory = sum(count * block_bytes(group) for group, count in blocks.items())
+        files = sum(count * self._file_bytes(group) for group, count in blocks.items())
         return files / memory if memory else 1.0
 
 

@@ -107,8 +107,12 @@ class ReuseSample:
         """What all blocks together take that were seen so far, not only the sampled ones."""
         return int(self._sums.total / self.rate)
 
-    def steps(self) -> set[_Step]:
-        return set(self._last.values())
+    def blocks_by_group(self) -> Counter[Group]:
+        """How many blocks of the sample are whose."""
+        blocks: Counter[Group] = Counter()
+        for step in set(self._last.values()):
+            blocks[step.group] += step.blocks
+        return blocks
 
     # ---- which blocks
 
@@ -182,7 +186,7 @@ class ReuseSample:
     def _keep(self, wanted: Callable[[_Step], bool]) -> None:
         """Forget what steps used that are not wanted, and number the others anew."""
         self._last = {key: step for key, step in self._last.items() if wanted(step)}
-        steps = sorted(self.steps(), key=lambda step: step.number)
+        steps = sorted(set(self._last.values()), key=lambda step: step.number)
         for number, step in enumerate(steps):
             step.number = number
         self._next = len(steps)
