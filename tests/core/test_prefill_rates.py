@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.core.simulation import Bench, make_group
+from tests.core.simulation import PAGE, Bench, make_group
 from tierkv.core.prefill_rates import (
     ENOUGH_TOKENS,
     FASTEST,
@@ -176,6 +176,18 @@ def test_what_was_asked_for_is_counted_at_the_engine_s_own_rate() -> None:
     bench.acquire(bench.prompt(1, 2))
     assert bench.state.counts.asked_prefill_seconds == pytest.approx(prefill_seconds(2, 0, 100.0))
     assert bench.state.counts.missed_prefill_seconds == bench.state.counts.asked_prefill_seconds
+
+
+def test_every_tier_ranks_anew_when_a_price_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(host_slots=4)
+    bench.store(bench.prompt(1, 2))
+    ledger = bench.state._ledger
+    orders = {"host": ledger.host_order(PAGE), "nvme": ledger.nvme_order, "disk": ledger.disk_order}
+    heard = []
+    for tier, order in orders.items():
+        monkeypatch.setattr(order, "repriced", lambda tier=tier: heard.append(tier))
+    tell(bench, 100.0)
+    assert set(heard) == set(orders)
 
 
 def test_the_books_tell_what_a_model_is_reckoned_with() -> None:

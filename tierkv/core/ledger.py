@@ -543,7 +543,7 @@ class Ledger:
     def report_prefill(self, group: Group, samples: Iterable[PrefillSample]) -> None:
         """An engine of this group has computed these."""
         if group.prefill.report(samples):
-            for order in (*self.host_orders.values(), self.nvme_order):
+            for order in (*self.host_orders.values(), self.nvme_order, self.disk_order):
                 order.repriced()
 
     def seconds_per_byte(self, extent: Extent) -> float:

@@ -8,7 +8,7 @@ than the tier holds. There keeping some whole is worth more than keeping all for
 kind is a candidate too, at a small advantage. What is not stored yet is the youngest of all.
 
     of each kind   oldest ... youngest        two heaps, entries that are out of date are passed over
-    candidates     <-             ->          their ranks are kept until their age, the estimate or the heap changes
+    candidates     <-             ->          their ranks are kept until age, estimate, prices or the heap change
 """
 
 from __future__ import annotations
