@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -225,6 +226,26 @@ def test_nodes_that_put_and_remove_the_same_extents_at_once_never_read_anything_
                 assert desk.answer(first + 2) == RemoveDone(first + 2)
         assert os.listdir(disk / "quarantine") == []
         assert os.listdir(disk / "tmp") == []
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no second file system to write to")
+def test_the_disk_may_be_another_file_system_than_nvme(tmp_path: Path) -> None:
+    sample, gone = Sample(num_blocks=3, block_bytes=70_000), Sample(seed=60)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tkv") as folder:
+        disk = Path(folder) / "disk"
+        assert os.stat(folder).st_dev != os.stat(tmp_path).st_dev
+        with DiskDesk(disk, data=tmp_path / "a") as desk:
+            desk.recovered()
+            for op, one in enumerate((sample, gone), 1):
+                desk.store(one, op)
+            desk.send(unless_used(gone, 3, 2e9))
+            assert desk.answer(3) == RemoveDone(3)
+            assert desk.load(sample, 4).valid == 3
+            desk.stop()
+        with DiskDesk(disk, data=tmp_path / "a") as desk:
+            assert (desk.recovered().extents, desk.recovered().index_rows) == (1, 1)
+            assert desk.load(sample, 1).valid == 3
+            assert [desk.arena.read_back(sample, index) for index in range(3)] == sample.blocks
 
 
 # -------------------------------------------------------------------- uses

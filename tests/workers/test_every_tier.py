@@ -435,6 +435,31 @@ def test_with_too_little_room_nothing_is_put_there_and_all_is_read(root: Path, b
         check_right(desk, sample, 3)
 
 
+def test_with_too_few_inodes_nothing_is_put_there_and_all_is_read(
+    root: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, real = Sample(), os.fstatvfs
+
+    def few_inodes(fd: int) -> os.statvfs_result:
+        found = list(real(fd))
+        found[5], found[6], found[7] = 10_000, 50, 50  # in all, free, and free for an ordinary user
+        return os.statvfs_result(found)
+
+    with begin(root) as desk:
+        desk.recovered()
+        desk.store(sample, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstatvfs", few_inodes)
+            health = desk.health(lambda health: not health.writable)
+            assert health.reason == Reason.NO_INODES
+            desk.send(desk.put_order(Sample(seed=60), 2))
+            failed = desk.answer(2)
+            assert isinstance(failed, OpFailed)
+            assert failed.reason == Reason.NO_INODES
+            check_right(desk, sample, 3)
+        desk.health(lambda health: health.writable)
+
+
 def test_read_only_nothing_is_changed(root: Path, begin: Begin) -> None:
     sample, damaged = Sample(), Sample(seed=60)
     with begin(root) as desk:
