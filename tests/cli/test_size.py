@@ -246,6 +246,22 @@ def test_a_node_without_nvme_tells_of_memory_alone(tierkv: Tierkv, told: dict[st
     assert "nvme below 128.0 MiB" in done.out  # what it would bring to have some
 
 
+def test_a_disk_below_nvme_adds_its_room_to_that_of_nvme(tierkv: Tierkv, told: dict[str, SizeReply]) -> None:
+    tiers = (*answer().tiers, SizedTier("disk", 1_536 * MIB, 100))
+    more = (MoreGain("disk", 512 * MIB, 20, 200.0),)
+    told["size"] = answer(tiers=tiers, saved_seconds=5_300.0, more_gains=more)
+    did = tierkv("size", "--json").json["did"]
+    assert [(tier["tier"], tier["estimated_hit_rate"]) for tier in did["tiers"]] == [
+        ("host", 0.3),
+        ("nvme", 0.5),
+        ("disk", 0.6),  # what needs 2 GiB is there
+    ]
+    assert did["realistic_bytes"] == 2_048 * MIB
+    out = tierkv("size").out
+    for words in ("with disk", "more disk", "Realistic need by this policy (90 % of the ceiling): 2.0 GiB of disk"):
+        assert words in out
+
+
 def test_what_is_rough_or_not_known_is_said(tierkv: Tierkv, told: dict[str, SizeReply]) -> None:
     until = 1_800_000_000.0
     told["size"] = answer(since=until - 600.0, sampled_uses=90, load_bytes_per_second=0.0, seen_bytes=512 * MIB)

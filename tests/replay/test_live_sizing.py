@@ -49,12 +49,13 @@ def errors(name: str, report: SizeReport) -> list[float]:
     """At each capacity that is told apart, from a thousandth of what the trace would fill up to that: points of the hit
     rate that the estimate is off."""
     trace, curve = trace_of(name), exact(name)
+    filled, asked = trace.num_bytes, trace.asked_tokens
     sums = list(accumulate((gain.tokens for gain in report.gains), initial=0.0))
     needs = [gain.need_bytes for gain in report.gains]
     return [
-        100 * (sums[bisect_right(needs, edge)] - curve.at(edge).tokens) / trace.asked_tokens
+        100 * (sums[bisect_right(needs, edge)] - curve.at(edge).tokens) / asked
         for edge in EDGES
-        if trace.num_bytes / 1_000 < edge < trace.num_bytes
+        if filled / 1_000 < edge < filled
     ]
 
 
