@@ -7,7 +7,10 @@ import pytest
 from tests.core.simulation import PAGE, Bench
 from tierkv.core import evicting
 from tierkv.core.evicting import EvictState, Victim
+from tierkv.core.extent import Extent
 from tierkv.core.grants import Evicted
+from tierkv.core.ledger import Ledger
+from tierkv.core.left import AS_IT_IS, Left
 from tierkv.core.reasons import Reason
 
 POLICIES = ("lru", "density", "arc", "gdsf", "literal")
@@ -77,6 +80,24 @@ def test_what_a_preview_lists_is_what_goes_and_in_that_order(bench: Bench, tier:
     assert sum(state.num_bytes for state in states) == preview.num_bytes == used - preview.used_bytes
     assert sum(state.lost_seconds for state in states) == pytest.approx(preview.lost_seconds)
     assert used_bytes(bench, tier) == preview.used_bytes <= to_bytes
+
+
+def test_a_preview_goes_by_the_rule_that_evictions_go_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, ledger = Ledger.host_floor, bench.state._ledger
+    spared = next(one for one in ledger.tree if one.has_kids)  # which can go only when what hangs there has gone
+
+    def spare_one(ledger: Ledger, extent: Extent, left: Left = AS_IT_IS) -> int | None:
+        return None if extent is spared else rule(ledger, extent, left)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "host_floor", spare_one)
+        preview = bench.state.preview_eviction("host", 0, "", bench.now)
+        assert spared.key not in [victim.key for victim in preview.victims]
+        run(bench, "host", 0)
+        assert used_bytes(bench, "host") == preview.used_bytes > 0
+        if bench.limits.policy != "gdsf":
+            assert gone(bench, "host") == listed(preview.victims)
+    ledger.reconsider(spared)
 
 
 def test_what_is_still_in_another_tier_is_not_lost(bench: Bench) -> None:

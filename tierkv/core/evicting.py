@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierkv.core.cascade import Cascade
-from tierkv.core.extent import Extent
+from tierkv.core.extent import Branch, Extent
 from tierkv.core.ledger import Ledger
+from tierkv.core.left import stay_of_segment
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 from tierkv.core.tier_leaving import parts_of_file
@@ -174,9 +175,7 @@ class _There:
     def remaining(self, extent: Extent, surplus: int) -> int:
         """How many blocks stay: as many as can, and at most one segment of use goes."""
         longest, floor = self.host_blocks(extent), self.host_floor(extent)
-        floor = longest if floor is None else floor
-        if floor < extent.hot_blocks < longest:
-            floor = extent.hot_blocks
+        floor = longest if floor is None else stay_of_segment(extent, floor, longest)
         group = self.ledger.group_of(extent)
         return max(floor, longest - -(-surplus // (group.slot_bytes * group.ranks)))
 
@@ -229,22 +228,18 @@ class _Ahead(_There):
     def host_blocks(self, extent: Extent) -> int:
         return self._remaining.get(extent, extent.longest_host_blocks)
 
+    def has_host_kids(self, branch: Branch) -> bool:
+        return any(map(self.host_blocks, self.kids(branch)))
+
+    def kids(self, branch: Branch) -> list[Extent]:
+        return [kid for kid in branch.kids if kid not in self._gone]
+
     def host_floor(self, extent: Extent) -> int | None:
-        """As the ledger's, for what would be left."""
-        ledger = self.ledger
-        if extent in self._gone or extent.reading or not ledger.may_leave_host(extent):
-            return None
-        floor = max(extent.held_blocks, ledger.pins.host_blocks(extent))
-        has_file = extent.has_file
-        for branch in extent.branch_points:
-            kids = [kid for kid in branch.kids if kid not in self._gone]
-            if any(map(self.host_blocks, kids)) or (kids and not has_file):
-                floor = max(floor, branch.index + 1)
-        return floor if floor < self.host_blocks(extent) else None
+        return None if extent in self._gone else self.ledger.host_floor(extent, self)
 
     def may_leave(self, extent: Extent, tier: str) -> bool:
         """As the ledger has it, for what would be left."""
-        kids = [kid for branch in extent.branch_points for kid in branch.kids if kid not in self._gone]
+        kids = [kid for branch in extent.branch_points for kid in self.kids(branch)]
         if (extent, tier) in self._off or any(self._has_file(kid, tier) for kid in kids):
             return False
         if tier == "nvme":

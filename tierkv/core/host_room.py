@@ -9,6 +9,7 @@ from tierkv.core.extent import Extent
 from tierkv.core.grants import Evicted
 from tierkv.core.journal import Account
 from tierkv.core.ledger import Departure, Ledger
+from tierkv.core.left import stay_of_segment
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 from tierkv.core.slab_relief import find_relief, has_cheaper
@@ -101,8 +102,7 @@ class HostRoom:
         if floor is None:
             return
         longest = extent.longest_host_blocks
-        if floor < extent.hot_blocks < longest:
-            floor = extent.hot_blocks
+        floor = stay_of_segment(extent, floor, longest)
         remaining, freed = longest, 0
         if longest == extent.host_blocks:  # so each block frees a slot of every rank
             remaining = max(floor, longest - -(-slots_needed // len(extent.slots)))

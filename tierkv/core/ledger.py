@@ -18,6 +18,7 @@ from tierkv.core.hottest import Hottest
 from tierkv.core.instructions import AnyInstruction, OnDisk, OpenNamespace
 from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, split_keys
+from tierkv.core.left import AS_IT_IS, Left
 from tierkv.core.live_sizing import LiveSizing
 from tierkv.core.pinned import Pinned
 from tierkv.core.prefill_rates import PrefillRate, PrefillRates, PrefillSample
@@ -507,16 +508,16 @@ class Ledger:
 
     # ---- who may be evicted
 
-    def host_floor(self, extent: Extent) -> int | None:
-        """The block from which on this extent's host copies may go; None: none may."""
+    def host_floor(self, extent: Extent, left: Left = AS_IT_IS) -> int | None:
+        """The block from which on this extent's host copies may go, with what is `left`; None: none may."""
         if extent.reading or not self.may_leave_host(extent):
             return None
         floor = max(extent.held_blocks, self.pins.host_blocks(extent))
         has_file = extent.has_file
         for branch in extent.branch_points:
-            if branch.host_kids or (branch.kids and not has_file):
+            if left.has_host_kids(branch) or (not has_file and left.kids(branch)):
                 floor = max(floor, branch.index + 1)
-        return floor if floor < extent.longest_host_blocks else None
+        return floor if floor < left.host_blocks(extent) else None
 
     def may_leave_host(self, extent: Extent) -> bool:
         """Whoever holds it aside: whether its host copies are needed for nothing that is on its way to NVMe, or will

@@ -1,0 +1,40 @@
+"""What an extent has in host memory and what hangs on it: as it is, or as it would be when others had gone. Rules that
+decide what may leave ask this, so that a preview of an eviction goes by the same ones as the eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from tierkv.core.extent import Branch, Extent
+
+
+class Left(Protocol):
+    def host_blocks(self, extent: Extent) -> int:
+        """In some rank."""
+
+    def has_host_kids(self, branch: Branch) -> bool:
+        """Whether some that hang there have blocks in host memory."""
+
+    def kids(self, branch: Branch) -> Collection[Extent]:
+        """Who hangs there."""
+
+
+class _AsItIs:
+    def host_blocks(self, extent: Extent) -> int:
+        return extent.longest_host_blocks
+
+    def has_host_kids(self, branch: Branch) -> bool:
+        return branch.host_kids > 0
+
+    def kids(self, branch: Branch) -> Collection[Extent]:
+        return branch.kids
+
+
+AS_IT_IS: Left = _AsItIs()
+
+
+def stay_of_segment(extent: Extent, floor: int, longest: int) -> int:
+    """How many of `longest` blocks stay at least, where those from `floor` on may go: at most one segment of use goes
+    at a time, the cold tail before what was hit."""
+    return extent.hot_blocks if floor < extent.hot_blocks < longest else floor
