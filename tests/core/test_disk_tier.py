@@ -6,11 +6,13 @@ import pytest
 
 from tests.core.disk_simulation import DiskBench
 from tests.core.simulation import PAGE, Disk
+from tierkv.core.explain import Question
 from tierkv.core.grants import Evicted, Lease, Waiting
 from tierkv.core.instructions import Demote, Read, Remove, SetAside, TierHealth
 from tierkv.core.purge_scope import OfModel
-from tierkv.core.purges import PurgePhase
+from tierkv.core.purges import PurgePhase, PurgeState
 from tierkv.core.reasons import Reason
+from tierkv.core.warmup import WarmupScope
 
 
 def evictions(bench: DiskBench) -> list[tuple[str, str]]:
@@ -445,3 +447,70 @@ def test_what_is_quicker_to_read_than_to_compute_is_read() -> None:
     bench.store_several(4, start=20)
     lease = bench.load(bench.prompt(2, 102))
     assert (lease.blocks, lease.reason) == (2, None)
+
+
+def test_a_warm_up_brings_what_only_the_disk_tier_has_after_what_nvme_has() -> None:
+    earlier = DiskBench(host_slots=12, nvme_extents=2)
+    earlier.store_several(4)
+    bench = DiskBench(host_slots=12, nvme_extents=2, disk=earlier.disk, tier=earlier.tier)
+    bench.absorb(bench.state.start_warmup(b"job", WarmupScope(), bench.now))
+    order = []
+    for _ in range(20):
+        order += [("nvme", op.key) for op in bench.worker.waiting if isinstance(op, Read)]
+        order += [("disk", op.key) for op in bench.disk_worker.waiting if isinstance(op, Read)]
+        bench.work()
+        bench.tick(1.0)
+    assert [tier for tier, _ in order] == sorted([tier for tier, _ in order], reverse=True)
+    progress = bench.state.warmup_progress(b"job")
+    assert progress is not None
+    assert progress.finished
+    assert progress.disk_bytes == 4 * PAGE
+    assert progress.promoted_bytes == 8 * PAGE
+
+
+def test_an_operator_empties_the_disk_tier_by_a_word() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(5)
+    count = len(bench.tier.files)
+    preview = bench.state.preview_eviction("disk", 0, "", bench.now)
+    answer, effects = bench.state.evict("disk", 0, "", bench.now)
+    bench.absorb(effects)
+    bench.work()
+    assert (answer.finished, answer.evictions, answer.lost_tokens) == (True, count, preview.lost_tokens)
+    assert preview.evictions == count >= 3
+    assert bench.match(bench.prompt(1, 101)) == (0, 0)
+    assert not bench.tier.files
+
+
+def test_an_operators_eviction_from_nvme_goes_to_disk() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=4)
+    prompts = bench.store_several(4)
+    preview = bench.state.preview_eviction("nvme", 0, "", bench.now)
+    assert {victim.to for victim in preview.victims} == {"disk"}
+    assert preview.lost_tokens == 0
+    answer, effects = bench.state.evict("nvme", 0, "", bench.now)
+    bench.absorb(effects)
+    assert answer.finished
+    bench.work()
+    assert [bench.where(prompt) for prompt in prompts[:2]] == ["d", "d"]
+    assert not bench.disk.files
+
+
+def test_why_tells_what_only_the_disk_tier_has_and_what_was_too_slow_to_read() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    store_on_disk(bench, seconds=1e9)
+    bench.store_several(4, start=20)
+    second = bench.prompt(2, 102)
+    bench.acquire(second)
+    told = bench.state.explain(Question(of=second.group, keys=second.keys, last=1))
+    assert told.trace is not None
+    assert [(stretch.tiers, stretch.disk) for stretch in told.trace.stretches] == [(("disk",), "present")]
+    assert told.asked[0].reason == Reason.SLOWER_THAN_COMPUTE
+
+
+def test_a_purge_counts_what_it_finds_in_the_disk_tier() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(4)
+    found = bench.state.preview_purge(OfModel(fingerprint="f" * 64), bench.now)
+    assert isinstance(found, PurgeState)
+    assert found.about.disk_bytes == 2 * 4 * PAGE

@@ -133,12 +133,11 @@ def _stretches(path: list[Segment], group: Group) -> Iterator[Stretch]:
     """One or two an extent: a file has all of its blocks, host memory the first ones."""
     for segment in path:
         extent = segment.extent
-        has_file = extent.nvme is FileState.PRESENT
+        in_files = tuple(
+            tier for tier, state in (("nvme", extent.nvme), ("disk", extent.disk)) if state is FileState.PRESENT
+        )
         in_host = min(segment.blocks, extent.host_blocks)
-        for first, end, tiers in (
-            (0, in_host, ("host", "nvme") if has_file else ("host",)),
-            (in_host, segment.blocks, ("nvme",)),
-        ):
+        for first, end, tiers in ((0, in_host, ("host", *in_files)), (in_host, segment.blocks, in_files)):
             if end > first:
                 yield Stretch(
                     first_token=(segment.start + first) * group.block_tokens,
@@ -151,6 +150,7 @@ def _stretches(path: list[Segment], group: Group) -> Iterator[Stretch]:
                     extents=1,
                     hits=extent.hits,
                     last_used=extent.last_used,
+                    disk=extent.disk,
                 )
 
 
@@ -175,7 +175,7 @@ def _merge(stretches: Iterable[Stretch]) -> Iterator[Stretch]:
 
 
 def _kind(stretch: Stretch) -> tuple[object, ...]:
-    return stretch.tiers, stretch.growing, stretch.nvme, stretch.why_not_there, stretch.being_read
+    return stretch.tiers, stretch.growing, stretch.nvme, stretch.disk, stretch.why_not_there, stretch.being_read
 
 
 def _missing(ledger: Ledger, group: Group, keys: bytes, first: int, purged_at: float) -> Missing:
@@ -376,6 +376,7 @@ def tell(ledger: Ledger, record: RecentAcquire) -> Asked:
         asked_at=record.asked_at,
         answered_at=record.answered_at,
         left=record.left,
+        disk_tokens=record.disk_blocks * block_tokens,
     )
 
 

@@ -8,7 +8,8 @@ import msgspec
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [first_token, first_token + tokens) of the prompt lie in `tiers`. `growing`: not sealed, so not written
     yet. `nvme` is where the file stands (absent, queued, writing, present, removing), and `why_not_there` why it was
-    not written, or went. `being_read`: on its way from NVMe to host memory. `extents` were taken together."""
+    not written, or went; `disk` where the one in the disk tier stands. `being_read`: on its way to host memory.
+    `extents` were taken together."""
 
     first_token: int
     tokens: int
@@ -20,6 +21,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     extents: int
     hits: int
     last_used: float
+    disk: str = "absent"
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +124,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     asked_at: float
     answered_at: float
     left: Left | None = None
+    disk_tokens: int = 0
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

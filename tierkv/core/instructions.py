@@ -193,6 +193,7 @@ class PurgeAbout(msgspec.Struct, frozen=True):
     tokens: int = 0
     host_bytes: int = 0
     nvme_bytes: int = 0
+    disk_bytes: int = 0
 
 
 class RecordPurge(Instruction, frozen=True, tag=True):

@@ -172,7 +172,7 @@ class Purges:
     def _count(self, members: Members, now: float) -> PurgeAbout:
         """Before anything is removed."""
         ledger = self._ledger
-        host = blocks = tokens = nvme = extents = 0
+        host = blocks = tokens = nvme = disk = extents = 0
         for extent in members.extents:
             group = ledger.group_of(extent)
             host += sum(map(len, extent.slots)) * group.slot_bytes
@@ -180,6 +180,7 @@ class Purges:
             blocks += extent.num_blocks
             tokens += extent.num_blocks * group.block_tokens
             nvme += extent.nvme_bytes
+            disk += extent.disk_bytes
             extents += extent.in_tree
         for block in members.staged:
             group = ledger.groups[block.group]
@@ -187,7 +188,7 @@ class Purges:
             blocks += 1
             tokens += group.block_tokens
         host += sum(len(t.offsets) * ledger.groups[t.group].slot_bytes for t in members.tickets if not t.purged)
-        return PurgeAbout(now, extents, blocks, tokens, host, nvme)
+        return PurgeAbout(now, extents, blocks, tokens, host, nvme, disk)
 
     def _remove(self, job: _Job, members: Members, now: float) -> None:
         cascade, ledger = self._cascade, self._ledger

@@ -19,6 +19,8 @@ from tierkv.core.residency import FileState
 from tierkv.core.tier_files import TierFiles
 from tierkv.core.tier_speed import TierSpeed
 
+_USUAL_SLOWNESS = 10.0  # of a disk tier, before both were measured
+
 
 @dataclass(slots=True, eq=False)
 class _ReadOp:
@@ -53,6 +55,7 @@ class Reads:
         self._wanted: OrderedDict[tuple[Extent, int], int] = OrderedDict()  # -> up to how many blocks
         # Why their files in a tier are to go, when the reads of the other ranks have ended.
         self._lost: dict[tuple[Extent, TierFiles], Reason] = {}
+        self.nvme_speed = TierSpeed()
         self.disk_speed = TierSpeed()
 
     def want(self, extent: Extent, rank: int, blocks: int, now: float) -> None:
@@ -187,10 +190,18 @@ class Reads:
         if op.tier is not self._disk:
             counts.nvme_read_bytes += num_bytes
             counts.nvme_read_seconds += seconds
+            self.nvme_speed.note(num_bytes, seconds, self._in_flight[op.tier] + 1, now)
             return
         counts.disk_read_bytes += num_bytes
         counts.disk_read_seconds += seconds
         self.disk_speed.note(num_bytes, seconds, self._in_flight[op.tier] + 1, now)
+
+    def slowness(self, extent: Extent) -> float:
+        """How much longer a byte of it takes to read than one on NVMe, as measured, or as such disks are."""
+        if self.source(extent) is not self._disk:
+            return 1.0
+        nvme, disk = self.nvme_speed.bytes_per_second, self.disk_speed.bytes_per_second
+        return max(1.0, nvme / disk) if nvme > 0 and disk > 0 else _USUAL_SLOWNESS
 
     @property
     def disk_bytes_waiting(self) -> int:

@@ -500,7 +500,7 @@ class CacheState:
     def start_warmup(self, job: bytes, scope: WarmupScope, now: float) -> list[Effect]:
         """Asking again by the same id lets it go on."""
         if job not in self._warmups:
-            self._warmups[job] = warmup.begin(self._ledger, scope)
+            self._warmups[job] = warmup.begin(self._ledger, self._cascade, scope)
         return self._effects_after(now)
 
     def warmup_progress(self, job: bytes) -> WarmupState | None:
@@ -694,9 +694,9 @@ class CacheState:
     def num_writes_waiting(self) -> int:
         return len(self._cascade.writes)
 
-    def settled_bytes(self) -> dict[bytes, int]:
-        """What is on NVMe by group, of those of which nothing moves now."""
-        return settled_bytes(self._ledger, self._cascade)
+    def settled_bytes(self, tier: str = "nvme") -> dict[bytes, int]:
+        """What is on NVMe, or in the disk tier, by group, of those of which nothing moves now."""
+        return settled_bytes(self._ledger, self._cascade, tier)
 
     def recount_host(self) -> HostRecount:
         """Begin to count what is in host memory. It is told of all changes until it has ended; one at a time."""

@@ -106,10 +106,14 @@ def group_usage(ledger: Ledger) -> list[GroupUsage]:
     ]
 
 
-def settled_bytes(ledger: Ledger, cascade: Cascade) -> dict[bytes, int]:
-    """What is on NVMe of each group of which nothing is being written, read or removed now."""
+def settled_bytes(ledger: Ledger, cascade: Cascade, tier: str) -> dict[bytes, int]:
+    """What is in a tier of files of each group of which nothing is being written, read or removed now."""
     moving = {extent.group for extent in cascade.extents_in_operations()}
-    return {key: group.nvme_bytes for key, group in ledger.groups.items() if key not in moving}
+    return {
+        key: group.disk_bytes if tier == "disk" else group.nvme_bytes
+        for key, group in ledger.groups.items()
+        if key not in moving
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

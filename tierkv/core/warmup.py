@@ -1,4 +1,4 @@
-"""Warm-up: bring extents from NVMe back to host memory, what saves most first, within a budget.
+"""Warm-up: bring extents from NVMe and the disk tier back to host memory, what saves most first, within a budget.
 
 It gives way. It uses room that is free and leaves some of that: nothing is evicted for a guess. It reads in small
 pieces and begins none while somebody waits for a read; where requests come, it has one under way, so that a request
@@ -39,7 +39,8 @@ _GROWTH_PAUSE_SECONDS = 5.0  # an arena that has not grown for so long is not gr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupState:
     """`already_bytes` of what was wanted were in host memory before; `total_bytes` are both together when it is done.
-    `reason` says what ended the job early. `is_yielding`: it reads nothing now, as somebody waits for a read."""
+    `disk_bytes` of those that were promoted came from the disk tier. `reason` says what ended the job early.
+    `is_yielding`: it reads nothing now, as somebody waits for a read."""
 
     done_extents: int
     total_extents: int
@@ -51,6 +52,7 @@ class WarmupState:
     is_yielding: bool
     finished: bool
     reason: Reason | None
+    disk_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,7 @@ class _Bringing:
     until: int = 0
     blocks: int = 0
     has_failed: bool = False
+    is_from_disk: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +78,7 @@ class WarmupJob:
     partial: deque[_Bringing] = field(default_factory=deque)  # between two pieces
     done: int = 0
     promoted_bytes: int = 0
+    disk_bytes: int = 0
     already_bytes: int = 0
     planned_bytes: int = 0
     failed: int = 0
@@ -105,13 +109,15 @@ class WarmupJob:
             is_yielding=self.is_yielding,
             finished=self.finished,
             reason=self.reason,
+            disk_bytes=self.disk_bytes,
         )
 
 
-def begin(ledger: Ledger, scope: WarmupScope) -> WarmupJob:
+def begin(ledger: Ledger, cascade: Cascade, scope: WarmupScope) -> WarmupJob:
     budget_bytes = scope.budget_bytes or ledger.limits.host_bytes
     why_no_more = Reason.BUDGET if scope.budget_bytes else Reason.NO_ROOM
-    job = WarmupJob(WarmupPlan(ledger, scope, budget_bytes), budget_bytes, why_no_more)
+    plan = WarmupPlan(ledger, scope, budget_bytes, cascade.reads.slowness)
+    job = WarmupJob(plan, budget_bytes, why_no_more)
     while job.plan.is_busy and job.plan.looked_at < SLICE:
         job.step()
     return job
@@ -156,8 +162,9 @@ def _note_finished(job: WarmupJob, ledger: Ledger, cascade: Cascade, failed: Con
             continue
         del job.running[extent]
         if extent.in_tree:
-            gained = sum(map(len, extent.slots)) - piece.blocks
-            job.promoted_bytes += max(0, gained) * ledger.group_of(extent).slot_bytes
+            gained = max(0, sum(map(len, extent.slots)) - piece.blocks) * ledger.group_of(extent).slot_bytes
+            job.promoted_bytes += gained
+            job.disk_bytes += gained * piece.is_from_disk
         is_whole = extent.in_tree and extent.host_blocks >= piece.target
         if is_whole or not extent.in_tree or extent.host_blocks < piece.until:  # or it failed, or was evicted meanwhile
             job.done += 1
@@ -183,6 +190,7 @@ def _begin_piece(job: WarmupJob, ledger: Ledger, cascade: Cascade, now: float) -
             _stop(job, Reason.NO_ROOM)
         return False
     piece.blocks = sum(map(len, extent.slots))
+    piece.is_from_disk = cascade.reads.source(extent) is cascade.disk
     job.running[extent] = piece
     for rank, slots in enumerate(extent.slots):
         if len(slots) < piece.until:

@@ -1,5 +1,5 @@
-"""What a warm-up brings, and in which order: what saves most prefill for the memory it takes comes first, each extent
-behind its ancestors.
+"""What a warm-up brings, and in which order: what saves most prefill for the memory and the time it takes comes first,
+each extent behind its ancestors.
 
 Made in slices, for there may be a million extents and requests are answered in between. Of what is looked through only
 as much is kept as fits the budget.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -68,7 +68,15 @@ def host_bytes_of(extent: Extent, group: Group) -> int:
 class WarmupPlan:
     """`step` until it no longer `is_busy`; then `take` one extent after the other."""
 
-    def __init__(self, ledger: Ledger, scope: WarmupScope, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        scope: WarmupScope,
+        budget_bytes: int,
+        slowness: Callable[[Extent], float] = lambda extent: 1.0,
+    ) -> None:
+        """`slowness(extent)`: how much longer a byte of it takes to read than one on NVMe."""
+        self._slowness = slowness
         self._ledger = ledger
         self._scope = scope
         self._budget_bytes = budget_bytes
@@ -130,7 +138,7 @@ class WarmupPlan:
         self.extents += 1
         self.num_bytes += size
         rank = (
-            worth(extent, group, self._latest, self._ledger.prefill_rate(group)),
+            worth(extent, group, self._latest, self._ledger.prefill_rate(group)) / self._slowness(extent),
             -extent.first_token,
             -self.extents,
         )
