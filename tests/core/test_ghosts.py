@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from tests.core.simulation import Bench, split
@@ -60,6 +64,30 @@ def test_blocks_that_were_used_otherwise_stay_apart() -> None:
     ghosts.note(ghost_of(6, 8))
     ghosts.note(ghost_of(4, 6, hits=3), KEYS[6])
     assert list(ghosts) == [ghost_of(6, 8), ghost_of(4, 6, hits=3)]
+
+
+def test_each_that_comes_or_goes_is_told_whatever_it_was_for() -> None:
+    draw, ghosts = random.Random(6), Ghosts(5)
+    told: Counter[Ghost] = Counter()
+
+    def change(ghost: Ghost, sign: int) -> None:
+        told[ghost] += sign
+
+    ghosts.on_change = change
+    for step in range(3_000):
+        start = draw.randrange(19)
+        match draw.randrange(8):
+            case 0:
+                for stretch in ghosts.claim(GROUP, KEYS[start : draw.randrange(start + 1, 21)]):
+                    if draw.random() < 0.5:
+                        ghosts.put_back(stretch.ghost)
+            case 1:
+                ghosts.forget(frozenset({GROUP}) if draw.random() < 0.5 else frozenset({b"x" * 32}))
+            case _:
+                ghost = replace(ghost_of(start, start + 1), evicted_at=float(step))
+                ghosts.note(ghost, KEYS[start + 1] if draw.random() < 0.7 else b"")
+        assert +told == Counter(list(ghosts))
+        assert min(told.values(), default=0) >= 0
 
 
 def test_of_too_many_the_oldest_are_forgotten() -> None:

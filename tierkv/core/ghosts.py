@@ -160,6 +160,9 @@ class Ghosts:
         return forgotten
 
     def _put(self, ghost: Ghost) -> None:
+        replaced = self._by_key.get(ghost.key)
+        if replaced is not None:
+            self.on_change(replaced, -1)
         self._by_key[ghost.key] = ghost
         self.on_change(ghost, 1)
 
