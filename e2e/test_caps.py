@@ -23,6 +23,7 @@ PROMPTS, BLOCKS = 60, 8  # 7.5 MiB in extents of 128 KiB
 CAPS = {
     "host_bytes",
     "nvme_bytes",
+    "disk_bytes",
     "session_bytes",
     "quarantine_bytes",
     "inline_bytes",
@@ -30,8 +31,8 @@ CAPS = {
     "record_bytes",
 }
 """inline_bytes: tests/gateway/test_service.py, for it takes a gateway; journal_bytes: tests/storage/test_journal.py;
-record_bytes: tests/workers/test_recorder.py."""
-OTHER_SIZES = {"nvme_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_bytes"}
+record_bytes: tests/workers/test_recorder.py; disk_bytes: e2e/test_disk_tier.py."""
+OTHER_SIZES = {"nvme_reserve_bytes", "disk_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_bytes"}
 
 
 @pytest.mark.scenario("B092", then="every size among the settings is tried, or no cap")
@@ -42,6 +43,8 @@ def test_every_size_among_the_settings_is_a_cap_that_is_tried_here_or_none() -> 
 SENSELESS = {
     "host_bytes": ("4KiB", "less than one slab"),
     "nvme_bytes": ("4KiB", "less than one extent"),
+    "disk_bytes": ("4KiB", "less than one extent"),
+    "disk_reserve_bytes": ("2000000TiB", "more than any file system has"),  # which one is not asked: it may not answer
     "session_bytes": ("1", "less than a page"),
     "quarantine_bytes": ("1", "holds no file"),
     "inline_bytes": ("4095", "less than a page"),
@@ -66,8 +69,9 @@ def test_each_size_is_tried_with_what_makes_no_sense() -> None:
 @pytest.mark.parametrize("name", SENSELESS)
 def test_a_size_that_makes_no_sense_is_refused_by_name(tmp_path: Path, name: str) -> None:
     value, words = SENSELESS[name]
+    usual = {"data_dir": tmp_path / "data", "disk_dir": tmp_path / "disk"}
     with pytest.raises(ConfigError, match=words) as raised:
-        Settings(**{"data_dir": tmp_path, "host_bytes": "64MiB", "nvme_bytes": "64MiB"} | {name: value})
+        Settings(**usual | {"host_bytes": "64MiB", "nvme_bytes": "64MiB"} | {name: value})
     assert str(raised.value).startswith(name)
 
 

@@ -34,6 +34,9 @@ def command(*, where: Where, resolve: int | None, resolution: str | None, shows_
     kill -9 and power loss make none (what they may explain is resolved from the start, and says so). A node recounts at
     each start by itself.
 
+    Of the disk tier the directory is counted against what the node knows of it. Other nodes may share it, so what
+    differs there is told as found, and is no difference.
+
     Exit code 4 when a difference is open, or when not all could be looked at; 0 when all agrees.
     """
     from tierkv_cli.output import console, print_json
@@ -105,6 +108,9 @@ def as_object(reply: AuditReply) -> dict[str, object]:
         "files": sum(group.files for group in reply.groups),
         "nvme_bytes": sum(group.counted_bytes for group in reply.groups),
         "host_bytes": reply.host_bytes,
+        "disk_groups": plain(reply.disk_groups),
+        "disk_bytes": sum(group.counted_bytes for group in reply.disk_groups),
+        "disk_known_bytes": sum(group.booked_bytes for group in reply.disk_groups),
         "open": sum(row.is_open for row in reply.table),
         "differences": [plain(row) | {"state": "open" if row.is_open else "resolved"} for row in reply.table],
         "problem": reply.problem,
@@ -125,6 +131,8 @@ def view(reply: AuditReply, *, shows_all: bool, was_counted: bool) -> Iterator[R
             f"counted {count(files, 'file')} of {count(len(reply.groups), 'group')}, {on_disk}; "
             f"host memory {human_size(reply.host_bytes)}"
         )
+        if reply.disk_groups:
+            yield disk_words(reply)
     shown = [row for row in reply.table if row.is_open or shows_all]
     if shown:
         numbers = ("id", "booked", "counted", "difference")
@@ -148,6 +156,23 @@ def view(reply: AuditReply, *, shows_all: bool, was_counted: bool) -> Iterator[R
         yield f"{count(is_open, 'difference')} open; say what it was: tierkv audit --resolve ID --as TEXT"
     else:
         yield "no difference is open"
+
+
+def disk_words(reply: AuditReply) -> str:
+    """Others may share the directory: what they have put there or removed is found, and no difference."""
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import count
+
+    files = sum(group.files for group in reply.disk_groups)
+    there = sum(group.counted_bytes for group in reply.disk_groups)
+    more = sum(max(0, group.counted_bytes - group.booked_bytes) for group in reply.disk_groups)
+    gone = sum(max(0, group.booked_bytes - group.counted_bytes) for group in reply.disk_groups)
+    said = f"disk tier: counted {count(files, 'file')}, {human_size(there)}"
+    if more:
+        said += f"; found {human_size(more)} that others have put there since this node last looked"
+    if gone:
+        said += f"; {human_size(gone)} that this node knows of, others have removed"
+    return said if more or gone else f"{said}, as this node knows it"
 
 
 def _what(row: Difference) -> str:

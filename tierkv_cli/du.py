@@ -36,7 +36,8 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
     setting prefill_tokens_per_second until they have.
 
     The node tells what it has booked, and looks at no file for it. `--disk` looks: lengths of files, and what the disk
-    gave for them, by what they are. It has to be said on the node's machine, by who may read its data directory.
+    gave for them, by what they are, in the data directory and in the disk directory, which other nodes may share. It
+    has to be said on the node's machine, by who may read these.
 
     Without a running node the data directory tells, by the balances of its journal, which takes the same time however
     many files there are; the first line says as of when. `--scan` looks at each file instead. Exit code 4 where there
@@ -53,7 +54,9 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
         usage = node.usage()
         pinned = node.pins().tiers
         shares = node.shares().rows
-        on_disk = measure_disk(node.status().data_dir) if disk else []
+        status = node.status() if disk else None
+    on_disk = measure_disk(status.data_dir) if status is not None else []
+    on_share = measure_disk(status.disk_dir) if status is not None and status.disk_dir else []
     lines = aggregate(usage.rows, by)
     if as_json:
         print_json(
@@ -67,6 +70,7 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
                 "prefill": plain(usage.prefill),
                 "shares": plain(shares),
                 **({"disk": disk_as_object(on_disk)} if disk else {}),
+                **({"disk_tier": disk_as_object(on_share)} if on_share else {}),
             }
         )
         return 0
@@ -78,7 +82,10 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
         screen.print(_share_table(shares))
     if disk:
         screen.print("")
-        screen.print(_disk_table(on_disk))
+        screen.print(_disk_table("on disk", on_disk))
+    if on_share:
+        screen.print("")
+        screen.print(_disk_table("in the disk directory", on_share))
     return 0
 
 
@@ -103,7 +110,7 @@ def _offline(where: Where, by: str, *, disk: bool, scan: bool, as_json: bool) ->
         screen.print(part)
     if disk:
         screen.print("")
-        screen.print(_disk_table(on_disk))
+        screen.print(_disk_table("on disk", on_disk))
     for note in found.notes:
         click.echo(f"tierkv: {note}", err=True)
     return 0
@@ -120,12 +127,17 @@ class Line:
     tokens: int = 0
     host_bytes: int = 0
     nvme_bytes: int = 0
+    disk_bytes: int = 0
     unreachable_bytes: int = 0
     last_used: float = 0.0
 
     def as_object(self) -> dict[str, object]:
-        numbers = ("groups", "extents", "tokens", "host_bytes", "nvme_bytes", "unreachable_bytes", "last_used")
-        return self.names | {name: getattr(self, name) for name in numbers}
+        sizes = ("host_bytes", "nvme_bytes", "disk_bytes", "unreachable_bytes")
+        return self.names | {name: getattr(self, name) for name in ("groups", "extents", "tokens", *sizes, "last_used")}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.host_bytes + self.nvme_bytes + self.disk_bytes
 
 
 def aggregate(rows: Iterable[UsageRow], by: str) -> list[Line]:
@@ -135,7 +147,7 @@ def aggregate(rows: Iterable[UsageRow], by: str) -> list[Line]:
         added = _line(row, by)
         before = lines.get(added.key)
         lines[added.key] = added if before is None else _sum(before, added)
-    return sorted(lines.values(), key=lambda line: (-line.host_bytes - line.nvme_bytes, line.key))
+    return sorted(lines.values(), key=lambda line: (-line.num_bytes, line.key))
 
 
 def total(lines: Iterable[Line]) -> Line:
@@ -147,7 +159,7 @@ def total(lines: Iterable[Line]) -> Line:
 
 def _line(row: UsageRow, by: str) -> Line:
     key, names = _keys(row, by)
-    num_bytes = row.host_bytes + row.nvme_bytes
+    num_bytes = row.host_bytes + row.nvme_bytes + row.disk_bytes
     return Line(
         key=key,
         names=names,
@@ -156,6 +168,7 @@ def _line(row: UsageRow, by: str) -> Line:
         tokens=row.tokens,
         host_bytes=row.host_bytes,
         nvme_bytes=row.nvme_bytes,
+        disk_bytes=row.disk_bytes,
         unreachable_bytes=0 if row.reachable else num_bytes,
         last_used=row.last_used,
     )
@@ -190,6 +203,7 @@ def _sum(one: Line, other: Line) -> Line:
         tokens=one.tokens + other.tokens,
         host_bytes=one.host_bytes + other.host_bytes,
         nvme_bytes=one.nvme_bytes + other.nvme_bytes,
+        disk_bytes=one.disk_bytes + other.disk_bytes,
         unreachable_bytes=one.unreachable_bytes + other.unreachable_bytes,
         last_used=max(one.last_used, other.last_used),
     )
@@ -233,7 +247,7 @@ def view(
     usage: UsageReply, lines: list[Line], by: str, pinned: tuple[PinnedTier, ...] = ()
 ) -> Iterator[RenderableType]:
     if lines:
-        yield _lines_table(lines, by)
+        yield _lines_table(lines, by, has_disk=any(tier.tier == "disk" for tier in usage.tiers))
     else:
         yield "nothing is cached yet"
     yield ""
@@ -278,19 +292,21 @@ def wear_line(wear: NvmeWear) -> str:
     return f"{today}; {since}, nothing reused yet"
 
 
-def _lines_table(lines: list[Line], by: str) -> RenderableType:
+def _lines_table(lines: list[Line], by: str, *, has_disk: bool) -> RenderableType:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import ago, table
 
     heads = HEADS[by]
-    numbers = ("extents", "tokens", "memory", "nvme", "unreachable", "last used")
+    tiers = ("memory", "nvme", "disk") if has_disk else ("memory", "nvme")
+    numbers = ("extents", "tokens", *tiers, "unreachable", "last used")
     shown = table(*heads, *numbers, numbers=numbers)
     for line in lines:
-        shown.add_row(*labels(line, by), *_numbers(line, human_size), ago(line.last_used))
+        shown.add_row(*labels(line, by), *_numbers(line, human_size, has_disk=has_disk), ago(line.last_used))
     if len(lines) > 1:
         shown.add_section()
         summed = total(lines)
-        shown.add_row("total", *[""] * (len(heads) - 1), *_numbers(summed, human_size), ago(summed.last_used))
+        sums = _numbers(summed, human_size, has_disk=has_disk)
+        shown.add_row("total", *[""] * (len(heads) - 1), *sums, ago(summed.last_used))
     return shown
 
 
@@ -335,22 +351,23 @@ def _short(digest: str) -> str:
     return digest[:12] or "-"
 
 
-def _numbers(line: Line, size: Callable[[int], str]) -> tuple[str, ...]:
+def _numbers(line: Line, size: Callable[[int], str], *, has_disk: bool) -> tuple[str, ...]:
     return (
         f"{line.extents:,}",
         f"{line.tokens:,}",
         size(line.host_bytes),
         size(line.nvme_bytes),
+        *([size(line.disk_bytes)] if has_disk else []),
         size(line.unreachable_bytes) if line.unreachable_bytes else "-",
     )
 
 
-def _disk_table(uses: list[DiskUse]) -> RenderableType:
+def _disk_table(head: str, uses: list[DiskUse]) -> RenderableType:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import table
 
     numbers = ("files", "apparent", "allocated")
-    shown = table("on disk", *numbers, numbers=numbers)
+    shown = table(head, *numbers, numbers=numbers)
     for kind, row in disk_as_object(uses).items():
         if kind == "total":
             shown.add_section()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierkv_cli.progress import Meter
 
 INCOMPLETE = 4
-TIERS = ("host", "nvme")
+TIERS = ("host", "nvme", "disk")
 SHOWN = 20
 """Victims of a table; --json has all that are listed."""
 
@@ -36,11 +36,12 @@ SHOWN = 20
 def command(*, where: Where, to: str, tier: str, model: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Evict from a tier until it uses no more than SIZE: the same victims in the same order as when room is needed.
 
-    What leaves host memory and is on NVMe is only slower to get afterwards; what leaves the last tier that has it is
-    lost, and has to be computed again when it is asked for: --dry-run says how many tokens, and how many seconds of
-    prefill. Pinned prefixes, what engines hold or write, and what is not on disk yet stay; so does a file on NVMe while
-    something that hangs on it is in memory. It goes in slices, requests are served in between; interrupting it leaves
-    what has gone. The node may fill the tier again at once: this lowers no limit.
+    What leaves host memory and is on NVMe, or leaves NVMe and goes to the disk tier, is only slower to get afterwards;
+    what leaves the last tier that has it is lost, and has to be computed again when it is asked for: --dry-run says how
+    many tokens, and how many seconds of prefill. Pinned prefixes, what engines hold or write, and what is not on disk
+    yet stay; so does a file on NVMe while something that hangs on it is in memory. It goes in slices, requests are
+    served in between; interrupting it leaves what has gone. The node may fill the tier again at once: this lowers no
+    limit.
 
     Exit code 4 when more is used than SIZE in the end. Without a node nothing is evicted: 5.
     """

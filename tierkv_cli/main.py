@@ -27,7 +27,7 @@ COMMANDS = {
     "serve": "Run a node until it is told to stop.",
     "status": "Show how the node is.",
     "du": "Show what takes how much room.",
-    "warmup": "Bring what saves most from NVMe to memory.",
+    "warmup": "Bring what saves most from files to memory.",
     "why": "Show why a prompt or a request was not cached.",
     "cliff": "Show what each restart has cost.",
     "top": "Watch what goes on.",

@@ -63,7 +63,7 @@ def _counted(directory: DataDirectory, folders: list[GroupFolder], strays: Stray
         for _, size in files_of(directory, folder, strays, []):
             sizes[folder.group] = sizes.get(folder.group, 0) + size
             files += 1
-    rows = tuple(_rows(directory, folders, sizes))
+    rows = tuple(_rows(directory, folders, sizes, {}))
     notes = tuple(f"not looked at: {problem}" for problem in strays.problems)
     return OfflineUse(rows=rows, source="scan", as_of=time.time(), files=files, notes=notes)
 
@@ -77,7 +77,8 @@ def _booked(directory: DataDirectory, settings: Settings, folders: list[GroupFol
         raise IncompleteError(f"the journal can't be read: {error}; --scan counts the files") from error
     if journal.is_new:
         raise IncompleteError("this data directory has no journal yet; --scan counts its files")
-    rows = tuple(_rows(directory, folders, journal.balances.of_account(Account.NVME)))
+    nvme, disk = (journal.balances.of_account(account) for account in (Account.NVME, Account.DISK))
+    rows = tuple(_rows(directory, folders, nvme, disk))
     begun = len(journal.balances.begun)
     moving = (f"{begun:,} files were being written or removed when the node ended",) if begun else ()
     excuse = (journal.balances.excuse,) if journal.balances.excuse else ()
@@ -85,13 +86,16 @@ def _booked(directory: DataDirectory, settings: Settings, folders: list[GroupFol
     return OfflineUse(rows=rows, source="journal", as_of=journal.written_at, files=None, notes=notes)
 
 
-def _rows(directory: DataDirectory, folders: list[GroupFolder], sizes: Mapping[bytes, int]) -> Iterator[UsageRow]:
+def _rows(
+    directory: DataDirectory, folders: list[GroupFolder], nvme: Mapping[bytes, int], disk: Mapping[bytes, int]
+) -> Iterator[UsageRow]:
+    """`disk` is what this node knew of the disk tier when it ended."""
     where = {folder.group: folder.fingerprint for folder in folders}
-    for group, num_bytes in sizes.items():
-        yield _row(directory, where.get(group, ""), group, num_bytes)
+    for group in dict.fromkeys((*nvme, *disk)):
+        yield _row(directory, where.get(group, ""), group, nvme.get(group, 0), disk.get(group, 0))
 
 
-def _row(directory: DataDirectory, fingerprint: str, group: bytes, num_bytes: int) -> UsageRow:
+def _row(directory: DataDirectory, fingerprint: str, group: bytes, nvme_bytes: int, disk_bytes: int) -> UsageRow:
     """What can't be read of a group's identity is left out: it is shown by its digests."""
     words = model = None
     try:
@@ -116,7 +120,8 @@ def _row(directory: DataDirectory, fingerprint: str, group: bytes, num_bytes: in
         extents=0,
         tokens=0,
         host_bytes=0,
-        nvme_bytes=num_bytes,
+        nvme_bytes=nvme_bytes,
+        disk_bytes=disk_bytes,
         last_used=0.0,
         persistent=True,
         reachable=False,
@@ -127,12 +132,14 @@ def _row(directory: DataDirectory, fingerprint: str, group: bytes, num_bytes: in
 
 
 def as_object(found: OfflineUse, lines: list[Line], by: str) -> dict[str, object]:
+    from tierkv_cli.du import total
+
     return {
         "by": by,
         "source": found.source,
         "as_of": found.as_of,
-        "lines": [line.names | {"groups": line.groups, "nvme_bytes": line.nvme_bytes} for line in lines],
-        "total": {"groups": sum(line.groups for line in lines), "nvme_bytes": sum(line.nvme_bytes for line in lines)},
+        "lines": [line.names | _numbers(line) for line in lines],
+        "total": _numbers(total(lines)),
         "files": found.files,
         "notes": list(found.notes),
     }
@@ -140,7 +147,7 @@ def as_object(found: OfflineUse, lines: list[Line], by: str) -> dict[str, object
 
 def view(found: OfflineUse, lines: list[Line], by: str) -> Iterator[RenderableType]:
     from tierkv.config.sizes import human_size
-    from tierkv_cli.du import HEADS, labels
+    from tierkv_cli.du import HEADS, labels, total
     from tierkv_cli.output import ago, at, count, table
 
     if found.source == "scan":
@@ -155,10 +162,16 @@ def view(found: OfflineUse, lines: list[Line], by: str) -> Iterator[RenderableTy
         yield "nothing is on disk"
         return
     heads = HEADS[by]
-    shown = table(*heads, "nvme", numbers=("nvme",))
+    tiers = ("nvme", "disk") if any(line.disk_bytes for line in lines) else ("nvme",)
+    shown = table(*heads, *tiers, numbers=tiers)
     for line in lines:
-        shown.add_row(*labels(line, by), human_size(line.nvme_bytes))
+        shown.add_row(*labels(line, by), *(human_size(_numbers(line)[f"{tier}_bytes"]) for tier in tiers))
     if len(lines) > 1:
+        sums = _numbers(total(lines))
         shown.add_section()
-        shown.add_row("total", *[""] * (len(heads) - 1), human_size(sum(line.nvme_bytes for line in lines)))
+        shown.add_row("total", *[""] * (len(heads) - 1), *(human_size(sums[f"{tier}_bytes"]) for tier in tiers))
     yield shown
+
+
+def _numbers(line: Line) -> dict[str, int]:
+    return {"groups": line.groups, "nvme_bytes": line.nvme_bytes, "disk_bytes": line.disk_bytes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from blake3 import blake3
 
 from tierkv.config import Settings
 from tierkv.core.eviction_report import summarize
+from tierkv.core.instructions import GroupCount
+from tierkv.core.journal import Account
 from tierkv.errors import DataDirectoryError, StorageError, UnknownFormat
 from tierkv.node.lock import lock_data_directory
 from tierkv.storage.books import Books
@@ -19,9 +22,10 @@ from tierkv.storage.journal import Journal
 from tierkv.storage.journal_segment import Scan
 from tierkv.storage.namespace import read_identity
 from tierkv.storage.purge_record import read_records
-from tierkv.storage.recount import recount
+from tierkv.storage.recount import files_of, recount
 from tierkv.storage.walk import Strays, find_groups
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
+from tierkv_cli.offline import open_disk
 
 SECONDS_PER_DAY = 86_400.0
 
@@ -100,7 +104,8 @@ def audit_offline(settings: Settings, *, resolve: int, resolution: str) -> Itera
         )
         was_closed = books.is_closed
         try:
-            yield from _audit(directory, books, resolve, resolution)
+            for step in _audit(directory, books, resolve, resolution):
+                yield _with_disk(step, books, settings) if step.finished and not resolve else step
         finally:
             books.close(in_order=was_closed)
 
@@ -122,3 +127,25 @@ def _audit(directory: DataDirectory, books: Books, resolve: int, resolution: str
     yield msgspec.structs.replace(
         done, groups=tuple(count.groups), table=books.table, problem="; ".join(count.problems)
     )
+
+
+def _with_disk(reply: AuditReply, books: Books, settings: Settings) -> AuditReply:
+    """With what lies in the disk directory, against what this node had last booked of it."""
+    if settings.disk_dir is None or books.journal is None:
+        return reply
+    booked = books.journal.balances.of_account(Account.DISK)
+    files: Counter[bytes] = Counter()
+    counted: Counter[bytes] = Counter()
+    try:
+        with open_disk(settings) as directory:
+            strays = Strays()
+            for folder in find_groups(directory, strays):
+                for _, size in files_of(directory, folder, strays, []):
+                    files[folder.group] += 1
+                    counted[folder.group] += size
+    except (DataDirectoryError, StorageError) as error:
+        problem = f"the disk tier is not counted: {error}"
+        return msgspec.structs.replace(reply, problem="; ".join(filter(None, [reply.problem, problem])))
+    groups = sorted({*files, *booked})
+    found = tuple(GroupCount(group, files[group], counted[group], booked.get(group, 0)) for group in groups)
+    return msgspec.structs.replace(reply, disk_groups=found)

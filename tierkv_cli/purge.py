@@ -266,6 +266,9 @@ def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, *, as_json: bool
         click.echo(f"  held        {count(receipt.leases, 'lease')}, {count(receipt.tickets, 'ticket')}")
         return
     click.echo(f"  files       {receipt.removed_files:,}, {human_size(receipt.removed_bytes)}")
+    if receipt.removed_disk_files:
+        size = human_size(receipt.removed_disk_bytes)
+        click.echo(f"  of these    {receipt.removed_disk_files:,}, {size} in the disk tier")
     click.echo(f"  quarantine  {receipt.quarantined_files:,}, {human_size(receipt.quarantined_bytes)}")
     click.echo(f"  temp files  {receipt.temp_files:,}, {human_size(receipt.temp_bytes)}")
     click.echo(f"  index rows  {receipt.index_rows:,}")

@@ -49,6 +49,8 @@ def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
         f", up {duration(status.uptime_seconds)}",
     )
     yield f"data directory  {status.data_dir or 'none: memory only'}"
+    if status.disk_dir:
+        yield f"disk directory  {status.disk_dir}"
     yield f"endpoint        {endpoint}"
     if status.state == "recovering":
         yield f"recovery        {_recovery(status)}"
@@ -56,6 +58,7 @@ def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
     yield from (f"note: {warning}" for warning in status.warnings)
     yield ""
     yield _tiers(status.tiers)
+    yield from _speeds(status.tiers)
     yield ""
     yield _held(status)
     yield from _counts(status.counters)
@@ -97,6 +100,20 @@ def _tiers(tiers: tuple[TierUsage, ...]) -> RenderableType:
     return shown
 
 
+def _speeds(tiers: tuple[TierUsage, ...]) -> Iterator[str]:
+    """Where there is a choice between two tiers of files."""
+    from tierkv.config.sizes import human_size
+
+    parts = []
+    for tier in tiers:
+        rates = (("read", tier.read_bytes_per_second), ("written", tier.write_bytes_per_second))
+        known = [f"{human_size(rate)}/s {word}" for word, rate in rates if rate]
+        if known:
+            parts.append(f"{tier.tier} {', '.join(known)}")
+    if parts and any(tier.tier == "disk" for tier in tiers):
+        yield f"measured, one extent by itself: {'; '.join(parts)}"
+
+
 def _held(status: StatusReply) -> str:
     from tierkv_cli.output import count
 
@@ -119,7 +136,8 @@ def _counts(counters: dict[str, float]) -> Iterator[str]:
     )
     for name, words in (
         ("damaged_extents", "damaged extents found"),
-        ("dropped_writes", "extents not written to disk"),
+        ("dropped_writes", "extents not written to nvme"),
+        ("dropped_demotions", "extents that left nvme and did not go to disk"),
         ("refused_blocks", "blocks not stored"),
         ("errors", "requests answered with an error"),
     ):

@@ -140,11 +140,14 @@ def as_object(history: History, note: str) -> dict[str, Any]:
         "asked_tokens": "asked_tokens",
         "host_tokens": "hit_tokens.host",
         "nvme_tokens": "hit_tokens.nvme",
+        "disk_tokens": "hit_tokens.disk",
         "stored_tokens": "stored_tokens",
         "loads": "requests.Acquire",
         "stores": "requests.Commit",
         "nvme_read_bytes": "nvme_read_bytes",
         "nvme_written_bytes": "nvme_written_bytes",
+        "disk_read_bytes": "disk_read_bytes",
+        "disk_written_bytes": "disk_written_bytes",
     }
     kept = ("state", "problems", "version", "incarnation", "uptime_seconds", "sessions", "leases", "tickets", "extents")
     return {

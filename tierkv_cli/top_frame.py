@@ -191,6 +191,11 @@ def _rates(history: History, width: int) -> Iterator[Text]:
         f"per s     {_rate(history.rate('requests.Acquire'))} loads, {_rate(history.rate('requests.Commit'))} stores, "
         f"NVMe read {_bytes(history.rate('nvme_read_bytes'))}, written {_bytes(history.rate('nvme_written_bytes'))}"
     )
+    if any(tier.tier == "disk" for tier in sample.status.tiers):
+        yield Text(
+            f"disk      {_rate(history.rate('hit_tokens.disk'))} tokens per s from it, "
+            f"read {_bytes(history.rate('disk_read_bytes'))}, written {_bytes(history.rate('disk_written_bytes'))}"
+        )
     waiting = ", ".join(f"{name} {number:,}" for name, number in queues.items())
     yield Text(f"waiting   {waiting}; {count(sample.status.dirty_extents, 'extent')} not on disk yet")
 

@@ -24,7 +24,8 @@ INCOMPLETE = 4
 @json_option
 @where_options
 def command(*, where: Where, repair: bool, as_json: bool) -> int:
-    """Check every file of the data directory against its header and its checksums, reading all of it.
+    """Check every file of the data directory, and of the disk directory where there is one, against its header and its
+    checksums, reading all of it.
 
     The node does it when one is running (and goes on serving); else it is done here, with the data directory locked.
     Damaged files are never served, found or not; this finds them before a request does. Exit code 4 when damaged files
@@ -61,6 +62,7 @@ class Findings:
     damaged: list[DamagedEntry] = field(default_factory=list)
     set_aside: int = 0
     finished: bool = False
+    problem: str = ""
     interrupted: bool = False
 
     def add(self, progress: VerifyReply) -> None:
@@ -69,6 +71,7 @@ class Findings:
         self.damaged += progress.damaged
         self.set_aside = progress.set_aside_files
         self.finished = progress.finished
+        self.problem = progress.problem or self.problem
 
     @property
     def left(self) -> int:
@@ -76,7 +79,7 @@ class Findings:
 
     @property
     def is_clean(self) -> bool:
-        return self.finished and not self.interrupted and not self.left
+        return self.finished and not self.interrupted and not self.left and not self.problem
 
     def as_object(self, seconds: float) -> dict[str, object]:
         return {
@@ -86,6 +89,7 @@ class Findings:
             "damaged": self.damaged,
             "set_aside_files": self.set_aside,
             "finished": self.finished,
+            "problem": self.problem,
             "interrupted": self.interrupted,
             "seconds": round(seconds, 3),
         }
@@ -113,7 +117,7 @@ def _tell(findings: Findings, seconds: float) -> None:
     if findings.damaged:
         shown = table("damaged file", "reason")
         for entry in findings.damaged:
-            shown.add_row(entry.path, entry.reason)
+            shown.add_row(entry.path if entry.tier == "nvme" else f"{entry.tier}: {entry.path}", entry.reason)
         console().print(shown)
         click.echo("")
     rate = (
@@ -129,5 +133,7 @@ def _tell(findings: Findings, seconds: float) -> None:
         click.echo(f"tierkv: {count(findings.left, 'damaged file')} could not be moved away", err=True)
     elif findings.left:
         click.echo("tierkv: damaged files are left; `tierkv verify --repair` moves them to quarantine", err=True)
+    if findings.problem:
+        click.echo(f"tierkv: not all could be looked at: {findings.problem}", err=True)
     if findings.interrupted:
         click.echo("tierkv: interrupted before its end", err=True)

@@ -1,4 +1,4 @@
-"""`tierkv warmup`: have in memory what the first requests will ask for, from NVMe or computed by an engine."""
+"""`tierkv warmup`: have in memory what the first requests will ask for, from files or computed by an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENOUGH = {
 }
 
 
-@click.command(short_help="Bring what saves most from NVMe to memory.")
+@click.command(short_help="Bring what saves most from files to memory.")
 @click.option(
     "--budget",
     metavar="SIZE",
@@ -81,11 +81,12 @@ def command(
     api_key_env: str | None,
     as_json: bool,
 ) -> int:
-    """Bring what saves most prefill from NVMe to memory, so that the first requests after a restart hit there.
+    """Bring what saves most prefill from NVMe, and from the disk tier, to memory, so that the first requests after a
+    restart hit there.
 
     First comes what is expected to save most for its size: uses so far against the time since the last one, times what
     its tokens cost to compute; and parents before what hangs on them. Nothing is evicted for it, a 32nd part of memory
-    is left free, and it reads only while no request waits for NVMe. Without --budget it ends when memory is full.
+    is left free, and it reads only while no request waits for a read. Without --budget it ends when memory is full.
 
     With --prompts it brings nothing itself, but has an engine that uses this node compute the prompts with one token of
     output each (--model is then the model's name there; by default the only one that it serves). What the cache has
@@ -304,6 +305,8 @@ def _words(progress: WarmupReply, pace: Pace) -> str:
         f"{progress.done_extents:,} of {progress.total_extents:,} extents",
         f"{there} of {human_size(progress.total_bytes)}" if progress.total_bytes else there,
     ]
+    if progress.disk_bytes:
+        parts.append(f"{human_size(progress.disk_bytes)} of it from disk")
     if pace.per_second >= 1:
         parts.append(f"{human_size(round(pace.per_second))}/s")
     if progress.yielding:
@@ -347,8 +350,9 @@ def _tell(warming: _Warming, complete: bool, seconds: float) -> None:
             f"brought {human_size(progress.promoted_bytes)} to memory in {duration(seconds)}{rate}: "
             f"{progress.done_extents:,} of {progress.total_extents:,} extents"
         )
+        disk = f", {human_size(progress.disk_bytes)} of it from the disk tier" if progress.disk_bytes else ""
         already = f", {human_size(progress.already_bytes)} was there before" if progress.already_bytes else ""
-        click.echo(brought + already + (_ENOUGH.get(progress.reason, "") if complete else ""))
+        click.echo(brought + disk + already + (_ENOUGH.get(progress.reason, "") if complete else ""))
         if progress.failed_extents:
             click.echo(f"tierkv: {count(progress.failed_extents, 'extent')} could not be read", err=True)
         if progress.reason and not complete and not warming.interrupted:

@@ -324,7 +324,7 @@ def _stretches_table(trace: Trace, now: float, *, durable: bool) -> RenderableTy
     shown = table("tokens", "where", "hits", "last used", "", numbers=("hits", "last used"))
     for stretch in trace.stretches:
         end = stretch.first_token + stretch.tokens
-        note = "being read from NVMe" if stretch.being_read else nvme_in_words(stretch) if durable else ""
+        note = "being read" if stretch.being_read else nvme_in_words(stretch) if durable else ""
         where = " and ".join(map(tier_in_words, stretch.tiers))
         shown.add_row(
             f"{stretch.first_token:,} to {end:,}", where, f"{stretch.hits:,}", ago(stretch.last_used, now), note

@@ -64,11 +64,15 @@ REASONS: dict[str, str] = {
     Reason.NVME_FULL: "NVMe is full, and nothing there may be evicted",
     Reason.EVICTED: "room was needed for something else",
     Reason.WRITE_BUDGET: "the day's write budget is spent, and it was used once only",
+    Reason.DISK_BEHIND: "the disk tier takes less than what NVMe has to let go of",
+    Reason.SLOWER_THAN_COMPUTE: "it is in the disk tier, and computing it again is quicker than reading it from there",
     Reason.WORTH_LESS: "it was new, and less likely to be used again than what would have had to go for it",
     Reason.OPERATOR: "an operator had it evicted",
     Reason.EXPIRED: "nobody used it for as long as its tenant keeps things",
     Reason.NVME_OFF: "the node has no NVMe tier",
     Reason.NVME_DEGRADED: "the NVMe tier is out of order",
+    Reason.DISK_DEGRADED: "the disk tier is out of order, or away",
+    Reason.NAME_TAKEN: "another node has put something else under its name in the disk tier",
     Reason.NOT_PERSISTENT: "this namespace is kept in memory only",
     Reason.CHECKSUM: "its file was damaged",
     Reason.SHORT_FILE: "its file was cut short",
@@ -86,7 +90,7 @@ REASONS: dict[str, str] = {
     Reason.IO_STUCK: "the disk does not answer",
     Reason.DATA_DIR_GONE: "the data directory was taken away",
     Reason.WORKER_DIED: "the storage worker died",
-    Reason.DEADLINE: "NVMe was not read before the request's deadline",
+    Reason.DEADLINE: "its files were not read before the request's deadline",
     Reason.SESSION_GONE: "the session of who would have copied it had ended",
     Reason.GRANT_ENDED: "the request was given up",
     Reason.REVOKED: "it was held too long",
@@ -117,6 +121,10 @@ OF_TOKENS: dict[str, str] = {
     Absence.UNREACHABLE: "are here, and can't be reached without what comes before them",
     Absence.UNKNOWN: "were never stored, as far as is known",
 }
+
+
+WHERE = {"host": "in memory", "nvme": "on NVMe", "disk": "in the disk tier"}
+"""The fastest first: where a token is counted."""
 
 
 def reason_in_words(reason: str) -> str:
@@ -202,9 +210,11 @@ def _where(trace: Trace) -> str:
         tokens[tier] = tokens.get(tier, 0) + stretch.tokens
     if set(tokens) == {"host"}:
         return "in memory"
-    if set(tokens) == {"nvme"}:
-        return "on NVMe"
-    return f"cached, {tokens['host']:,} of them in memory and {tokens['nvme']:,} on NVMe only"
+    if len(tokens) == 1:
+        return WHERE[next(iter(tokens))]
+    parts = [f"{tokens[tier]:,} {'of them ' if tier == 'host' else ''}{where}" for tier, where in WHERE.items()
+             if tier in tokens]  # fmt: skip
+    return f"cached, {', '.join(parts[:-1])} and {parts[-1]} only"
 
 
 def _missing(trace: Trace, now: float) -> tuple[str, str]:
@@ -270,7 +280,7 @@ def leaving_in_words(leaving: Leaving) -> str:
 
 
 def tier_in_words(tier: str) -> str:
-    return {"host": "memory", "nvme": "NVMe"}.get(tier, tier)
+    return {"host": "memory", "nvme": "NVMe", "disk": "the disk tier"}.get(tier, tier)
 
 
 def _about(look: Look, num_tokens: int, status: StatusReply, now: float) -> Iterator[str]:
@@ -320,7 +330,7 @@ def _on_nvme(trace: Trace) -> Iterator[str]:
 
 def nvme_in_words(stretch: Stretch) -> str:
     """Why what is in memory is not on NVMe (yet). Empty where it is there."""
-    if "nvme" in stretch.tiers:
+    if "nvme" in stretch.tiers or "disk" in stretch.tiers:
         return ""
     if stretch.growing:
         return "still growing, written when sealed"

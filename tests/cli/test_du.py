@@ -148,6 +148,17 @@ def test_without_files_or_a_way_to_them_there_is_nothing_to_measure(tierkv, node
     assert "disk" not in tierkv("du", "--json").json
 
 
+def test_what_is_in_the_disk_tier_has_a_column_where_there_is_one(tierkv, node):
+    node.rows = (usage_row(disk_bytes=7 * GIB), usage_row(group=b"\2" * 32, fingerprint="ef" * 32, disk_bytes=4 * GIB))
+    node.tiers = (tier("host"), tier("nvme"), tier("disk", capacity_bytes=100 * GIB, used_bytes=11 * GIB))
+    total_line = next(line for line in tierkv("du").out.splitlines() if line.startswith("total"))
+    assert "11.0 GiB" in total_line
+    found = tierkv("du", "--json").json
+    assert (found["total"]["disk_bytes"], found["lines"][0]["disk_bytes"]) == (11 * GIB, 7 * GIB)
+    node.tiers = node.tiers[:2]
+    assert "11.0 GiB" not in tierkv("du").out
+
+
 # ---- without a node
 
 
@@ -178,6 +189,16 @@ def test_without_a_node_the_journal_tells_and_no_file_is_looked_at(tierkv, left,
     out = tierkv("du", "--data-dir", str(data_dir)).out
     assert "no node is running; the journal's balances as of " in out
     assert "llama" in out
+
+
+def test_without_a_node_what_it_had_in_the_disk_tier_is_told_from_the_journal(tierkv, left):
+    data_dir, _ = left
+    with DataDirectory.open(data_dir) as directory:
+        books = Books(directory, max_bytes=2**20, max_age_seconds=1e9, now=time.time)
+        books.balance([(Sample(seed=1).group, 5 * GIB)], "node_away", Account.DISK)
+        books.close(in_order=True)
+    assert tierkv("du", "--data-dir", str(data_dir), "--json").json["total"]["disk_bytes"] == 5 * GIB
+    assert "5.0 GiB" in tierkv("du", "--data-dir", str(data_dir)).out
 
 
 def test_without_a_node_a_scan_counts_the_files(tierkv, left):

@@ -9,11 +9,12 @@ import time
 import pytest
 from rich.console import Console
 
+from tests.storage.samples import Sample
 from tierkv.core.eviction_report import Bucket, EvictionLine
 from tierkv.core.instructions import Difference, GroupCount
 from tierkv.errors import NodeSilent, NodeUnreachable
 from tierkv.node.lock import lock_data_directory
-from tierkv.storage.directory import DataDirectory
+from tierkv.storage.directory import DataDirectory, Kind
 from tierkv.storage.journal import Journal
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
 from tierkv_cli.eviction_plot import draw_evictions
@@ -290,6 +291,19 @@ def test_an_audit_without_a_difference_is_code_0(tierkv, node, journal):
     assert (found["files"], found["nvme_bytes"], found["host_bytes"], found["open"]) == (3, 2**30, 2**20, 0)
 
 
+def test_what_others_did_in_the_disk_directory_is_told_as_found_and_is_no_difference(tierkv, node, journal):
+    disk = (GroupCount(LLAMA, 5, 3 * 2**30, 2**30), GroupCount(bytes(32), 0, 0, 2**20))
+    journal["audit"] = AuditReply(id=1, finished=True, disk_groups=disk)
+    outcome = tierkv("audit")
+    assert outcome.code == 0
+    assert "disk tier: counted 5 files, 3.0 GiB; found 2.0 GiB that others have put there" in outcome.out
+    assert "1.0 MiB that this node knows of, others have removed" in outcome.out
+    found = tierkv("audit", "--json").json
+    assert (found["disk_bytes"], found["disk_known_bytes"], found["open"]) == (3 * 2**30, 2**30 + 2**20, 0)
+    journal["audit"] = AuditReply(id=1, finished=True, disk_groups=(GroupCount(LLAMA, 1, 4096, 4096),))
+    assert "counted 1 file, 4.0 KiB, as this node knows it" in tierkv("audit").out
+
+
 def test_an_open_difference_is_code_4_and_a_resolved_one_is_listed_when_asked_for(tierkv, node, journal):
     table = (
         difference(1, resolution="was me", resolved_at=1.0),
@@ -342,3 +356,18 @@ def test_what_could_not_be_looked_at_is_code_4(tierkv, node, journal):
     journal["audit"] = AuditReply(id=1, finished=True, problem="models/ab: can't be listed")
     outcome = tierkv("audit")
     assert (outcome.code, "can't be listed" in outcome.err) == (4, True)
+
+
+def test_without_a_node_an_audit_counts_the_disk_directory_as_well(tierkv, node, tmp_path, monkeypatch):
+    node.is_there = False
+    DataDirectory.open(tmp_path / "data").close()
+    with DataDirectory.open(tmp_path / "disk", kind=Kind.DISK, owner="0" * 8) as directory:
+        Sample(seed=1).write(directory)
+    monkeypatch.setenv("TIERKV_DISK_DIR", str(tmp_path / "disk"))
+    outcome = tierkv("audit", "--data-dir", str(tmp_path / "data"))
+    assert outcome.code == 0
+    assert "disk tier: counted 1 file" in outcome.out
+    assert "others have put there" in outcome.out
+    monkeypatch.setenv("TIERKV_DISK_DIR", str(tmp_path / "not mounted"))
+    outcome = tierkv("audit", "--data-dir", str(tmp_path / "data"))
+    assert (outcome.code, "the disk tier is not counted" in outcome.err) == (4, True)

@@ -173,3 +173,10 @@ def test_an_interrupt_leaves_the_purge_to_the_node(tierkv, node, purger):
     outcome = tierkv("purge", "--tenant", "acme", "--yes", "--json")
     assert outcome.code == 4
     assert (outcome.json["interrupted"], outcome.json["phase"]) == (True, "removing")
+
+
+def test_what_was_removed_from_the_disk_tier_is_a_line_of_the_receipt(tierkv, purger):
+    purger[:] = [receipt(removed_files=5, removed_bytes=5 * 2**20, removed_disk_files=3, removed_disk_bytes=3 * 2**20)]
+    assert "of these    3, 3.0 MiB in the disk tier" in tierkv("purge", "--tenant", "acme", "--yes").out
+    purger[:] = [receipt(removed_files=5)]
+    assert "disk tier" not in tierkv("purge", "--tenant", "acme", "--yes").out

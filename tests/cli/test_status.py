@@ -45,7 +45,7 @@ def test_counts_of_what_went_wrong_are_shown_only_when_there_are_any(tierkv, nod
     node.statuses = [status(counters=counters)]
     out = tierkv("status").out
     assert "damaged extents found 2: checksum 2" in out
-    assert "extents not written to disk 5: disk_full 5" in out
+    assert "extents not written to nvme 5: disk_full 5" in out
     assert "requests answered with an error 7: malformed 7" in out
 
 
@@ -79,3 +79,21 @@ def test_a_recording_has_a_line_with_what_is_missing_in_it(tierkv, node):
     )
     assert "no_room 5, disk_full 2" in outcome.out
     assert tierkv("status", "--json").json["recording"]["missing_requests"] == {"no_room": 5, "disk_full": 2}
+
+
+def test_a_disk_tier_is_told_with_its_directory_and_how_fast_it_was(tierkv, node):
+    tiers = (
+        tier("host"),
+        tier("nvme", read_bytes_per_second=2**30, write_bytes_per_second=2**29),
+        tier("disk", read_bytes_per_second=100 * 2**20),
+    )
+    node.statuses = [status(tiers=tiers, disk_dir="/mnt/kv", counters={"dropped_demotions.disk_behind": 3.0})]
+    out = tierkv("status").out
+    assert "disk directory  /mnt/kv" in out
+    assert "nvme 1.0 GiB/s read, 512.0 MiB/s written; disk 100.0 MiB/s read" in out
+    assert "left nvme and did not go to disk 3: disk_behind 3" in out
+
+
+def test_speeds_are_told_where_there_is_a_choice_between_tiers_only(tierkv, node):
+    node.statuses = [status(tiers=(tier("host"), tier("nvme", read_bytes_per_second=2**30)))]
+    assert "measured" not in tierkv("status").out

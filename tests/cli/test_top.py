@@ -124,6 +124,17 @@ def test_rates_are_what_grew_between_the_frames_of_ten_seconds() -> None:
     assert "1 loads, 0 stores, NVMe read 100.0 KiB" in said
 
 
+def test_a_disk_tier_has_a_line_of_its_own() -> None:
+    made = History()
+    tiers = (tier("host"), tier("nvme"), tier("disk"))
+    for now in range(1_000, 1_031):
+        grown = 100.0 * (now - 1_000)
+        counted = counters(grown, 0, **{"hit_tokens.disk": grown, "disk_read_bytes": grown * 1_024})
+        made.add(Sample(status(counters=counted, tiers=tiers), reply(float(now))))
+    assert "disk      100 tokens per s from it, read 100.0 KiB, written 0 B" in text(made)
+    assert "disk      " not in text(history())
+
+
 def test_with_one_sample_rates_are_not_known_yet() -> None:
     said = text(history())
     assert "asked -, from memory -" in said

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.storage.samples import Sample, path_of
 from tierkv.node.lock import lock_data_directory
-from tierkv.storage.directory import DataDirectory
+from tierkv.storage.directory import DataDirectory, Kind
 from tierkv.wire.messages import DamagedEntry, VerifyReply
 
 BAD = DamagedEntry(path="models/ab/cd/0/ef/ef00.kv", reason="checksum")
@@ -54,8 +55,19 @@ def test_an_interrupt_is_incomplete(tierkv, node):
 def test_json_lists_what_is_damaged(tierkv, node):
     node.steps = [progress(10, finished=True, damaged=[BAD])]
     found = tierkv("verify", "--json").json
-    assert found["damaged"] == [{"path": BAD.path, "reason": "checksum"}]
+    assert found["damaged"] == [{"path": BAD.path, "reason": "checksum", "tier": "nvme"}]
     assert found["finished"] is True
+
+
+def test_a_disk_tier_that_could_not_be_looked_at_is_exit_code_4_and_a_file_there_says_so(tierkv, node):
+    there = DamagedEntry(path="models/ab.kv", reason="checksum", tier="disk")
+    last = msgspec.structs.replace(progress(10, finished=True, set_aside_files=1), problem="/mnt/kv is not mounted")
+    node.steps = [progress(4, damaged=[there]), last]
+    outcome = tierkv("verify", "--repair")
+    assert outcome.code == 4
+    assert "disk: models/ab.kv" in outcome.out
+    assert "not all could be looked at: /mnt/kv is not mounted" in outcome.err
+    assert tierkv("verify", "--repair", "--json").json["problem"] == "/mnt/kv is not mounted"
 
 
 def test_damaged_files_that_were_all_moved_away_are_exit_code_0(tierkv, node):
@@ -105,6 +117,42 @@ def test_without_a_node_a_repair_leaves_a_clean_directory(tierkv, data_dir):
     outcome = tierkv("verify", "--data-dir", str(data_dir), "--json")
     assert outcome.code == 0
     assert outcome.json["checked_files"] == 2
+
+
+@pytest.fixture
+def disk_dir(tmp_path: Path, monkeypatch) -> Path:
+    """One whole file and one with a flipped byte."""
+    with DataDirectory.open(tmp_path / "disk", kind=Kind.DISK, owner="0" * 8) as directory:
+        for seed in (1, 100):
+            sample = Sample(seed=seed)
+            sample.write(directory)
+        path = path_of(directory, sample.name)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    monkeypatch.setenv("TIERKV_DISK_DIR", str(tmp_path / "disk"))
+    return tmp_path / "disk"
+
+
+def test_without_a_node_the_disk_directory_is_checked_behind_the_data_directory(tierkv, data_dir, disk_dir):
+    outcome = tierkv("verify", "--data-dir", str(data_dir))
+    assert outcome.code == 4
+    assert "checked 5 of 5 files" in outcome.out
+    assert "2 damaged" in outcome.out
+    assert "disk: models/" in outcome.out
+    assert tierkv("verify", "--repair", "--data-dir", str(data_dir)).code == 0
+    assert len(list((disk_dir / "quarantine").iterdir())) == 1
+    found = tierkv("verify", "--data-dir", str(data_dir), "--json").json
+    assert (found["checked_files"], found["total_files"], found["damaged"], found["finished"]) == (3, 3, [], True)
+
+
+def test_without_a_node_a_disk_directory_that_is_away_is_named(tierkv, data_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("TIERKV_DISK_DIR", str(tmp_path / "not mounted"))
+    tierkv("verify", "--repair", "--data-dir", str(data_dir))
+    outcome = tierkv("verify", "--data-dir", str(data_dir))
+    assert outcome.code == 4
+    assert "the disk tier is not looked at" in outcome.err
+    assert not (tmp_path / "not mounted").exists()
 
 
 @pytest.mark.scenario("B260", then="work without a node takes the lock, and is exit code 3 where a node holds it")

@@ -152,6 +152,30 @@ def test_less_room_on_nvme_than_an_extent_is_refused():
     assert settings(data_dir="/d", nvme_bytes="1MiB", extent_bytes="64KiB").nvme_bytes == MiB
 
 
+def test_a_disk_tier_needs_nvme_above_it_and_a_directory_of_its_own():
+    assert settings(data_dir="/a/d", disk_dir="/a/k").disk_dir == Path("/a/k")
+    assert "needs data_dir" in refusal(disk_dir="/k").problem
+    assert "the same as data_dir" in refusal(data_dir="/d", disk_dir="/x/../d").problem
+    assert "lies in data_dir" in refusal(data_dir="/d", disk_dir="/d/k").problem
+    assert "data_dir lies in /k" in refusal(data_dir="/k/d", disk_dir="/k").problem
+    error = refusal(data_dir="/d", disk_dir="/k", record="/k/requests.jsonl")
+    assert (error.field, "lies in disk_dir" in error.problem) == ("record", True)
+
+
+def test_room_on_disk_without_a_disk_directory_or_for_less_than_an_extent_is_refused():
+    assert refusal(data_dir="/d", disk_bytes="1GiB").field == "disk_bytes"
+    assert refusal(data_dir="/d", disk_dir="/k", disk_bytes="1MiB").field == "disk_bytes"
+    assert refusal(data_dir="/d", disk_dir="/k", disk_bytes=0).field == "disk_bytes"
+
+
+def test_a_disk_directory_is_not_looked_at_for_the_defaults():
+    """A file server that doesn't answer must not hold up whoever reads settings."""
+    asked = []
+    here = Machine(32 * GiB, None, lambda path: asked.append(path) or 1000 * GiB, {"XDG_RUNTIME_DIR": "/run/user/7"})
+    assert settings(here, data_dir="/d", disk_dir="/k").disk_reserve_bytes == 10 * GiB
+    assert set(asked) == {Path("/d")}
+
+
 def test_a_socket_directory_whose_sockets_would_have_too_long_a_path_is_refused():
     fits = "/" + "x" * (107 - len("/session.sock") - 1)
     assert settings(socket_dir=fits).socket_dir == Path(fits)

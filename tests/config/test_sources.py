@@ -37,6 +37,11 @@ VALUES = {
     "read_only": ("true", "false", True),
     "nvme_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "nvme_reserve_bytes": ('"1GiB"', "2GiB", "3GiB"),
+    "disk_dir": ('"/a"', "/b", Path("/c")),
+    "disk_bytes": ('"1GiB"', "2GiB", "3GiB"),
+    "disk_reserve_bytes": ('"1GiB"', "2GiB", "3GiB"),
+    "disk_rescan_seconds": ("1", "2", 3.5),
+    "disk_inflight": ("1", "2", 3),
     "session_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "quarantine_bytes": ("4096", "8192", 12_288),
     "quarantine_days": ("1", "2", 3.5),
@@ -83,7 +88,8 @@ def test_every_setting_is_tried_below():
 @pytest.mark.parametrize("name", VALUES)
 def test_an_option_beats_a_variable_beats_the_file_beats_the_default(name, tmp_path):
     in_file, in_env, as_option = VALUES[name]
-    beside = {} if name == "data_dir" else {"data_dir": "/d"}
+    beside = {} if name == "data_dir" else {"data_dir": "/d", "disk_dir": "/k"}
+    beside = {other: value for other, value in beside.items() if other != name}
     text, env, option = f"\n{name} = {in_file}\n", {variable_name(name): in_env}, {name: as_option}
     seen = [
         loaded(beside),

@@ -1,4 +1,4 @@
-"""A service with an NVMe tier, for whoever needs one."""
+"""A service with an NVMe tier, or with a disk tier below it, for whoever needs one."""
 
 from __future__ import annotations
 
@@ -15,5 +15,17 @@ def durable() -> Iterator[Kit]:
     kit.start_worker()
     kit.open()
     kit.instructions()
+    yield kit
+    kit.close()
+
+
+@pytest.fixture
+def two_tiers() -> Iterator[Kit]:
+    kit = Kit(nvme_bytes=2**20, disk_bytes=2**22)
+    kit.open()
+    kit.start_worker()
+    kit.start_disk_worker()
+    kit.instructions()
+    kit.disk_instructions()
     yield kit
     kit.close()

@@ -12,6 +12,7 @@ from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import AnyInstruction, AnyReport, BalanceTier, JournalRows, Recovered, TierHealth
 from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.core.state import CacheState, Limits
+from tierkv.node.control import WorkerName
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.front_sessions import FrontSession, SessionTable
 from tierkv.node.mover import Mover
@@ -60,6 +61,7 @@ def prompt(num_blocks: int, *, start: int = 0) -> tuple[bytes, bytes]:
 @dataclass
 class Kit:
     nvme_bytes: int = 0
+    disk_bytes: int = 0
     session_bytes: int = HOST_BYTES
     now: float = 1_000.0
     takes_replies: bool = True
@@ -73,6 +75,7 @@ class Kit:
             slab_bytes=SLAB_BYTES,
             extent_bytes=4 * BLOCK_BYTES,
             nvme_bytes=self.nvme_bytes,
+            disk_bytes=self.disk_bytes,
             seal_after_seconds=10.0,
             session_bytes=self.session_bytes,
             inflight_writes=2,
@@ -81,13 +84,22 @@ class Kit:
         self.state = CacheState(limits, [0] * (HOST_BYTES // 4096))
         self.mover = Mover()
         self.outbox = Outbox(self._transmit, lambda: self.now)
-        self.core = CoreCalls(self.state, self.mover, self.outbox, self.replaced.append)
+        self.disk = Mover(WorkerName.DISK)
+        self.core = CoreCalls(
+            self.state,
+            self.mover,
+            self.outbox,
+            self.replaced.append,
+            disk=self.disk,
+            replace_disk_worker=self.replaced.append,
+        )
         self.announced: list[FrontSession] = []
         self.sessions = SessionTable(self._catch_up)
         self.node = NodeState(
             incarnation=7,
             data_dir="/data" if self.nvme_bytes else "",
             has_nvme=bool(self.nvme_bytes),
+            disk_dir="/disk" if self.disk_bytes else "",
             supervisor_pid=1,
             front_restarts=0,
             started=0.0,
@@ -103,11 +115,13 @@ class Kit:
                 host_bytes=HOST_BYTES,
                 slab_bytes=SLAB_BYTES,
                 has_nvme=self.node.has_nvme,
+                disk_dir=self.node.disk_dir,
             ),
             status=self.survey.status,
             usage=self.survey.usage,
         )
         self.worker: BlockingChannel[AnyReport, AnyInstruction] | None = None
+        self.disk_worker: BlockingChannel[AnyReport, AnyInstruction] | None = None
         self._last_id = 0
         self.join(ENGINE)
 
@@ -125,8 +139,10 @@ class Kit:
 
     def close(self) -> None:
         self.mover.detach()
-        if self.worker is not None:
-            self.worker.close()
+        self.disk.detach()
+        for worker in (self.worker, self.disk_worker):
+            if worker is not None:
+                worker.close()
 
     # ---- as an engine
 
@@ -184,6 +200,35 @@ class Kit:
     def kill_worker(self) -> None:
         self.mover.detach()
         self.service.worker_died(self.now)
+
+    # ---- as the worker of the disk tier
+
+    def start_disk_worker(self, *, recovers: bool = True) -> None:
+        ours, theirs = socket.socketpair()
+        if self.disk_worker is not None:
+            self.disk_worker.close()
+        self.disk_worker = worker_end(theirs)
+        self.disk.attach(ours, pid=98, restarts=0, now=self.now)
+        self.service.worker_started(self.now, WorkerName.DISK)
+        if recovers:
+            self.disk_report(RECOVERED, HEALTHY)
+
+    def disk_instructions(self) -> list[AnyInstruction]:
+        assert self.disk_worker is not None
+        self.disk.flush()
+        return list(self.disk_worker.receive(0.0))
+
+    def disk_report(self, *reports: AnyReport) -> None:
+        assert self.disk_worker is not None
+        self.disk_worker.send(reports, timeout_seconds=1.0)
+        for report in self.disk.receive(self.now):
+            self.service.on_report(report, self.now, WorkerName.DISK)
+
+    def kill_disk_worker(self) -> None:
+        self.disk.detach()
+        self.service.worker_died(self.now, WorkerName.DISK)
+
+    # ---- time
 
     def tick(self, seconds: float) -> None:
         self.now += seconds

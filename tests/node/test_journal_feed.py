@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.node.kit import BLOCK_BYTES, GROUP, HOST_BYTES, Kit
+from tests.node.kit import BLOCK_BYTES, GROUP, HEALTHY, HOST_BYTES, RECOVERED, Kit
 from tests.node.test_reading_and_writing import flush, store
 from tierkv.core.instructions import BalanceTier, JournalRows
 from tierkv.core.journal import Account, Balances, EvictionRow, Posting, RegretRow
@@ -29,6 +29,13 @@ def balance(kit: Kit) -> int:
     for row in rows(kit):
         balances.fold(row)
     return balances.of(Account.HOST, GROUP)
+
+
+def told_balance(kit: Kit, account: Account = Account.HOST) -> BalanceTier | None:
+    """The last that the journal was told of the tier."""
+    kit.instructions()
+    told = [one for one in kit.booked if isinstance(one, BalanceTier) and one.account == account]
+    return told[-1] if told else None
 
 
 def fill(kit: Kit, times: int = 2) -> None:
@@ -80,7 +87,7 @@ def test_a_worker_that_reads_nothing_costs_rows_and_nobody_s_time(
     durable.tick(journal_feed.PERIOD_SECONDS)
     durable.instructions()
     (usage,) = durable.state.usage()
-    assert durable.booked[-1] == BalanceTier([(GROUP, usage.host_bytes)], Reason.NO_ROOM)
+    assert told_balance(durable) == BalanceTier([(GROUP, usage.host_bytes)], Reason.NO_ROOM)
     assert not any(isinstance(row, Posting) for row in rows(durable))
 
 
@@ -89,7 +96,7 @@ def test_the_next_worker_is_told_what_host_memory_holds(durable: Kit) -> None:
     durable.kill_worker()
     durable.start_worker()
     durable.instructions()
-    assert durable.booked[-1] == BalanceTier([(GROUP, 2 * BLOCK_BYTES)], Reason.WORKER_DIED)
+    assert told_balance(durable) == BalanceTier([(GROUP, 2 * BLOCK_BYTES)], Reason.WORKER_DIED)
 
 
 def test_an_end_in_order_books_that_memory_is_given_up(durable: Kit) -> None:
@@ -97,7 +104,7 @@ def test_an_end_in_order_books_that_memory_is_given_up(durable: Kit) -> None:
     draining = Draining(durable.core, durable.service, 0.0, durable.now)
     draining.step(durable.now)
     durable.instructions()
-    assert durable.booked[-1] == BalanceTier([], Reason.SHUTDOWN)
+    assert told_balance(durable) == BalanceTier([], Reason.SHUTDOWN)
 
 
 def test_without_a_data_directory_the_last_rows_are_kept_and_tell_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +134,21 @@ def test_what_is_asked_for_again_is_a_regret() -> None:
     kit.ask(Acquire, grant=b"a" * 16, group=GROUP, keys=keys)
     report = kit.core.journal.report(0.0, kit.now, by_prefix=False, began=0.0)
     assert sum(line.regrets for line in report.lines) == 1
+
+
+def test_what_the_disk_tier_holds_is_told_when_it_is_known() -> None:
+    kit = Kit(nvme_bytes=2**20, disk_bytes=2**22)
+    kit.start_worker()
+    kit.start_disk_worker(recovers=False)
+    kit.tick(journal_feed.PERIOD_SECONDS)
+    assert told_balance(kit) == BalanceTier([], Reason.NODE_AWAY)
+    assert told_balance(kit, Account.DISK) is None
+    kit.disk_report(RECOVERED, HEALTHY)
+    assert kit.service.next_wakeup() is not None
+    kit.tick(journal_feed.PERIOD_SECONDS)
+    assert told_balance(kit, Account.DISK) == BalanceTier([], Reason.NODE_AWAY, Account.DISK)
+    kit.close()
+
+
+def test_without_a_disk_tier_what_was_booked_of_an_earlier_one_is_let_go(durable: Kit) -> None:
+    assert told_balance(durable, Account.DISK) == BalanceTier([], Reason.NODE_AWAY, Account.DISK)

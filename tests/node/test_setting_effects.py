@@ -22,18 +22,24 @@ from tierkv.node.clock import NodeClock
 from tierkv.node.control import FrontSettings
 from tierkv.node.front import limits_of
 from tierkv.node.incarnation import front_settings
-from tierkv.node.nvme_room import NvmeRoom
-from tierkv.node.worker_command import WorkerResources, worker_config
+from tierkv.node.tier_room import TierRoom
+from tierkv.node.worker_command import WorkerResources, disk_worker_config, worker_config
+from tierkv.workers.disk_config import DiskWorkerConfig
 from tierkv.workers.worker_config import WorkerConfig
+
+RESOURCES = WorkerResources(channel_fd=1, arena_fd=2, arena_bytes=3, lifeline_fd=4)
 
 
 def limits(settings: Settings) -> Limits:
-    return limits_of(front_settings(settings), settings.nvme_bytes or 2**40)
+    return limits_of(front_settings(settings), settings.nvme_bytes or 2**40, settings.disk_bytes or 2**40)
 
 
 def worker(settings: Settings) -> WorkerConfig:
-    resources = WorkerResources(channel_fd=1, arena_fd=2, arena_bytes=3, lifeline_fd=4, lock_fd=5)
-    return worker_config(settings, resources, NodeClock(0.0, 0.0), sends_rows=True, discard_index=False)
+    return worker_config(settings, RESOURCES, NodeClock(0.0, 0.0), 5, sends_rows=True, discard_index=False)
+
+
+def disk_worker(settings: Settings) -> DiskWorkerConfig:
+    return disk_worker_config(settings, RESOURCES, NodeClock(0.0, 0.0), sends_rows=True, discard_index=False)
 
 
 def front(settings: Settings) -> FrontSettings:
@@ -59,6 +65,26 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     "nvme_reserve_bytes": (
         {"nvme_reserve_bytes": front, "reserve_bytes": worker},
         "tests/workers/test_storage.py::test_the_reserve_is_not_written_into",
+    ),
+    "disk_dir": (
+        {"disk_dir": disk_worker},
+        "e2e/test_disk_tier.py::test_what_left_nvme_is_found_on_disk_with_the_right_bytes_also_after_a_restart",
+    ),
+    "disk_bytes": (
+        {"disk_bytes": limits},
+        "e2e/test_disk_tier.py::test_the_disk_tier_keeps_to_its_capacity",
+    ),
+    "disk_reserve_bytes": (
+        {"disk_reserve_bytes": front, "reserve_bytes": disk_worker},
+        "tests/node/test_tier_room.py::test_a_shortage_names_the_settings_of_its_own_tier",
+    ),
+    "disk_rescan_seconds": (
+        {"rescan_seconds": disk_worker},
+        "e2e/test_disk_tier.py::test_what_one_node_has_put_there_another_one_finds",
+    ),
+    "disk_inflight": (
+        {"disk_inflight": limits, "io_threads": disk_worker},
+        "tests/node/test_setting_effects.py::test_demotions_and_reads_of_the_disk_tier_have_threads_of_their_own",
     ),
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
@@ -185,7 +211,8 @@ def test_every_setting_has_an_effect() -> None:
 
 
 def settings(**given: Any) -> Settings:
-    return Settings.model_validate({"data_dir": "/d", "inline_users": "7"} | given, context={"machine": machine()})
+    usual = {"data_dir": "/d", "disk_dir": "/k", "inline_users": "7"}
+    return Settings.model_validate(usual | given, context={"machine": machine()})
 
 
 @pytest.mark.scenario("B238", then="each setting, changed alone, arrives changed where it is acted upon")
@@ -202,8 +229,12 @@ def test_a_setting_arrives_where_it_is_acted_upon(name: str) -> None:
             assert after == given
 
 
+def test_demotions_and_reads_of_the_disk_tier_have_threads_of_their_own() -> None:
+    assert disk_worker(settings(disk_inflight=3)).io_threads == 6
+
+
 def test_room_on_disk_is_what_was_asked_for_less_the_reserve() -> None:
-    assert NvmeRoom(2**30, 2**20).num_bytes == 2**30
+    assert TierRoom(2**30, 2**20).num_bytes == 2**30
 
 
 @pytest.mark.parametrize("name", EFFECTS)

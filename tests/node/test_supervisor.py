@@ -19,6 +19,7 @@ import pytest
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, DataDirectoryInUse, IncompleteError, TierkvError
 from tierkv.node import incarnation as incarnation_module
+from tierkv.node import session_socket
 from tierkv.node import supervisor as supervisor_module
 from tierkv.node.control import HostLimit
 from tierkv.node.lock import lock_data_directory, lock_socket_directory
@@ -183,7 +184,7 @@ def test_two_nodes_do_not_share_an_inline_directory(settings: Callable[..., Sett
 def test_a_session_socket_that_was_deleted_is_made_again(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "SOCKET_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(session_socket, "CHECK_SECONDS", 0.05)
     chosen = settings()
     path = chosen.socket_dir / "session.sock"
 

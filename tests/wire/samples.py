@@ -159,6 +159,8 @@ _TIER = TierUsage(
     problem="pwritev failed with EROFS",
     errors=3,
     last_error="pwritev EROFS: Read-only file system",
+    read_bytes_per_second=2**30,
+    write_bytes_per_second=2**29,
 )
 
 _LEFT = Left(tier="nvme", reason="evicted", at=1.5, tokens=32, hits=2, last_used=0.5)
@@ -290,6 +292,7 @@ REPLIES: tuple[Reply, ...] = (
         cached_blocks=5,
         parts=(LeasePart(0, _TWO_NUMBERS, _TWO_NUMBERS),),
         reason="deadline",
+        disk_blocks=1,
     ),
     ReserveReply(
         id=8, states=b"\x00\x01\x02\x03\x00", offsets=_TWO_NUMBERS, generations=_TWO_NUMBERS, reason="no_room"
@@ -319,6 +322,7 @@ REPLIES: tuple[Reply, ...] = (
                 last_used=1_700_000_000.5,
                 persistent=True,
                 reachable=True,
+                disk_bytes=2**24,
             ),
         ),
         tiers=(_TIER,),
@@ -358,6 +362,7 @@ REPLIES: tuple[Reply, ...] = (
             missing_requests={"no_room": 3},
             problem="r.jsonl: no space",
         ),
+        disk_dir="/disk",
     ),
     WarmupReply(
         id=13,
@@ -371,6 +376,7 @@ REPLIES: tuple[Reply, ...] = (
         reason="no_room",
         total_bytes=7,
         yielding=True,
+        disk_bytes=2,
     ),
     VerifyReply(
         id=14,
@@ -378,9 +384,10 @@ REPLIES: tuple[Reply, ...] = (
         total_files=2,
         checked_bytes=3,
         damaged_files=4,
-        damaged=(DamagedEntry("models/x.kv", "checksum"),),
+        damaged=(DamagedEntry("models/x.kv", "checksum", "disk"),),
         finished=True,
         set_aside_files=5,
+        problem="the disk tier is not looked at",
     ),
     PurgeReply(
         id=17,
@@ -411,6 +418,8 @@ REPLIES: tuple[Reply, ...] = (
         unreachable=20.5,
         gone=21.5,
         reason="read_only",
+        removed_disk_files=2,
+        removed_disk_bytes=3,
     ),
     ExplainReply(
         id=18,
@@ -566,6 +575,7 @@ REPLIES: tuple[Reply, ...] = (
         total=2,
         host_bytes=4096,
         groups=(GroupCount(_GROUP, 2, 8192, 4096),),
+        disk_groups=(GroupCount(_GROUP, 3, 12288, 8192),),
         table=(
             Difference(
                 tier="nvme",

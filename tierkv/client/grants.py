@@ -111,6 +111,7 @@ class LeaseFacts:
     release_rank: int | None = None
     blocks: int = 0
     nvme_blocks: int = 0
+    disk_blocks: int = 0
     cached_blocks: int = 0
     parts: tuple[LeasePart, ...] = ()
     reason: Reason | None = None
@@ -136,8 +137,13 @@ class LeaseCore:
 
     @property
     def nvme_blocks(self) -> int:
-        """The last so many blocks were read from NVMe for this lease."""
+        """So many blocks were read from NVMe for this lease: they and those of `disk_blocks` are its last."""
         return self._facts.nvme_blocks
+
+    @property
+    def disk_blocks(self) -> int:
+        """So many were read from the disk tier."""
+        return self._facts.disk_blocks
 
     @property
     def cached_blocks(self) -> int:

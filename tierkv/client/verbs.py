@@ -112,6 +112,7 @@ class Verbs(InlineVerbs):
             grant=grant,
             blocks=reply.blocks,
             nvme_blocks=min(reply.nvme_blocks, reply.blocks),
+            disk_blocks=min(reply.disk_blocks, reply.blocks),
             cached_blocks=reply.cached_blocks,
             parts=reply.parts,
             release_rank=group.rank if has_holders else None,

@@ -36,6 +36,7 @@ from tierkv.errors import ConfigError
 from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir, excess_bytes, user_socket_name
 
 PAGE_BYTES = 4096
+MOST_BYTES = 2**60
 MIN_JOURNAL_BYTES, MAX_JOURNAL_BYTES = 64 * 2**10, 64 * MiB
 MIN_RECORD_BYTES = MiB
 
@@ -89,8 +90,8 @@ class Settings(BaseModel):
     )
     read_only: Annotated[bool, named(parse_switch)] = _setting(
         False,
-        "Serve the files that are in data_dir and change nothing there; what engines store stays in memory. Several "
-        "such nodes can share a directory.",
+        "Serve the files that are in data_dir and disk_dir and change nothing there; what engines store stays in "
+        "memory. Several such nodes can share a directory.",
     )
     nvme_bytes: Size | None = _setting(
         None,
@@ -106,6 +107,27 @@ class Settings(BaseModel):
         unit="size",
         default_text="5 % of the file system, at most 10GiB",
         example='"10GiB"',
+    )
+    disk_dir: Directory | None = _setting(
+        None,
+        "Directory on a big, slower disk or a shared file system, below NVMe: what has to leave data_dir goes there, "
+        "and is read from there when that is quicker than computing it. Several nodes may share it. Needs data_dir.",
+        default_text="none, what leaves NVMe is dropped",
+        example='"/mnt/kv/tierkv"',
+    )
+    disk_bytes: Size | None = _setting(
+        None,
+        "Room in disk_dir for what this node sees there, whoever has put it there. What the file system really has "
+        "left, less disk_reserve_bytes, is never exceeded.",
+        unit="size",
+        default_text="80 % of what is free, plus what the files there take already",
+        example='"20TiB"',
+    )
+    disk_reserve_bytes: Size = _setting(
+        10 * GiB,
+        "Free space of disk_dir's file system that the node leaves alone, whoever fills it. Not reckoned from its "
+        "size: a file server that doesn't answer must not hold up a start.",
+        unit="size",
     )
     session_bytes: Size = _setting(
         0,
@@ -175,6 +197,11 @@ class Settings(BaseModel):
         "How often the files in data_dir are held against what is counted: others may remove some.",
         unit="seconds",
     )
+    disk_rescan_seconds: PositiveSeconds = _setting(
+        300.0,
+        "How often disk_dir is looked through for what other nodes have put there or removed.",
+        unit="seconds",
+    )
     prefill_tokens_per_second: PositiveNumber = _setting(
         12_000.0,
         "Tokens that an engine prefills in a second at the start of a prompt: what recomputing costs is reckoned "
@@ -202,6 +229,9 @@ class Settings(BaseModel):
     )
     inflight_reads: Annotated[int, named(whole(1, 4096))] = _setting(
         16, "Extents being read at one time.", unit="extents"
+    )
+    disk_inflight: Annotated[int, named(whole(1, 256))] = _setting(
+        4, "Extents on their way to disk_dir at one time, and as many being read from it.", unit="extents"
     )
     direct_io: Annotated[DirectIo, named(one_of("auto", "off"))] = _setting(
         "auto", 'Pass the page cache by ("auto": where the file system can), or not ("off").'
@@ -238,14 +268,14 @@ class Settings(BaseModel):
     )
     hang_seconds: Seconds = _setting(
         30.0,
-        "A front or storage worker that gives no sign of life for so long is killed and replaced. A disk that does not "
+        "A front or worker that gives no sign of life for so long is killed and replaced. A disk that does not "
         "answer is no such case: see stuck_seconds. 0: never.",
         unit="seconds",
         topic="Watching",
     )
     stuck_seconds: PositiveSeconds = _setting(
         20.0,
-        "When a single operation on a file takes longer, the NVMe tier steps down until it has come back.",
+        "When a single operation on a file takes longer, its tier, NVMe or disk, steps down until it has come back.",
         unit="seconds",
     )
     metrics_port: Annotated[int, named(whole(1, 65_535))] | None = _setting(
@@ -318,6 +348,7 @@ class Settings(BaseModel):
             self._check_record(self.record)
         if self.nvme_bytes is not None:
             self._check_nvme(self.nvme_bytes)
+        self._check_disk()
         if self.inline_users:
             self._check_inline()
         if excess := excess_bytes(self.socket_dir):
@@ -387,6 +418,33 @@ class Settings(BaseModel):
     def _check_record(self, record: Path) -> None:
         if self.data_dir is not None and record.is_relative_to(self.data_dir):
             raise ConfigError("record", f"{record} lies in data_dir, which holds nothing but the cache; name another")
+
+    def _check_disk(self) -> None:
+        """By name alone: a file server that does not answer must not hold up whoever reads settings."""
+        if self.disk_bytes is not None and self.disk_dir is None:
+            raise ConfigError("disk_bytes", "has no effect without disk_dir; write disk_dir too, or leave it out")
+        if self.disk_dir is None:
+            return
+        if self.data_dir is None:
+            raise ConfigError("disk_dir", "lies below NVMe and needs data_dir; write data_dir too, or leave it out")
+        if self.disk_dir == self.data_dir:
+            raise ConfigError("disk_dir", "is the same as data_dir; name a directory on another disk")
+        if self.disk_dir.is_relative_to(self.data_dir):
+            raise ConfigError("disk_dir", f"{self.disk_dir} lies in data_dir, which holds nothing else; name another")
+        if self.data_dir.is_relative_to(self.disk_dir):
+            raise ConfigError("disk_dir", f"data_dir lies in {self.disk_dir}, which holds nothing else; name another")
+        if self.record is not None and self.record.is_relative_to(self.disk_dir):
+            raise ConfigError("record", f"{self.record} lies in disk_dir, which holds only the cache; name another")
+        if self.disk_reserve_bytes > MOST_BYTES:
+            raise ConfigError(
+                "disk_reserve_bytes", f"{_words(self.disk_reserve_bytes)} is more than any file system has; write less"
+            )
+        if self.disk_bytes is not None and self.disk_bytes < self.extent_bytes:
+            raise ConfigError(
+                "disk_bytes",
+                f"{_words(self.disk_bytes)} is less than one extent (extent_bytes, {_words(self.extent_bytes)}); "
+                f"write more, or leave disk_dir out",
+            )
 
     def _check_nvme(self, nvme_bytes: int) -> None:
         if self.data_dir is None:

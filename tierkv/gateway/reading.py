@@ -81,6 +81,7 @@ class Reading:
             id=request.id,
             blocks=facts.blocks,
             nvme_blocks=facts.nvme_blocks,
+            disk_blocks=facts.disk_blocks,
             cached_blocks=facts.cached_blocks,
             parts=(),
             reason=facts.reason or (Reason.SESSION_CAP if facts.blocks == most < asked else ""),

@@ -99,6 +99,26 @@ ALERTS: tuple[Alert, ...] = (
         heading="The NVMe tier is full",
     ),
     Alert(
+        name="TierkvDiskAway",
+        expression=f'({m("process_up")}{{worker="disk"}} == 0 or {m("tier_closed")}{{tier="disk"}} == 1)'
+        f" and on (instance) {m('healthy')} == 0",
+        lasts="15m",
+        severity="warning",
+        summary="the disk tier of {{ $labels.instance }} is away, or takes nothing new",
+        description="Everything else goes on. What leaves NVMe meanwhile is dropped, and what is in the disk tier is "
+        "computed again. `tierkv status` says why.",
+        heading="The disk tier is away",
+    ),
+    Alert(
+        name="TierkvDiskBehind",
+        expression=grew(f'{m("dropped_demotions_total")}{{reason="disk_behind"}}', "1h"),
+        lasts="1h",
+        severity="info",
+        summary="the disk tier of {{ $labels.instance }} takes less than what NVMe has to let go of",
+        description="What finds no way there is dropped, the least worth first.",
+        heading="The disk tier is slow",
+    ),
+    Alert(
         name="TierkvFileErrors",
         expression=grew(m("io_errors_total"), "15m"),
         lasts="1m",
@@ -148,7 +168,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="TierkvRestarts",
-        expression=f"increase({m('worker_restarts_total')}[1h]) > 2.5",
+        expression=f'increase({m("worker_restarts_total")}{{worker!="disk"}}[1h]) > 2.5',
         lasts="0m",
         severity="warning",
         summary="the {{ $labels.worker }} process of tierkv at {{ $labels.instance }} keeps dying",

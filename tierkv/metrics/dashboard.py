@@ -143,6 +143,21 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (_sum_rate("nvme_written_bytes_total"), "written"),
                 ),
             ),
+            _tier_panel("Disk tier", "disk"),
+            Panel(
+                title="Disk tier, read and written", unit="Bps",
+                queries=(
+                    (_sum_rate("disk_read_bytes_total"), "read"),
+                    (_sum_rate("disk_written_bytes_total"), "written"),
+                ),
+            ),
+            Panel(
+                title="Extents that leave NVMe", unit="short", is_stacked=True,
+                queries=(
+                    (_sum_rate("demoted_extents_total"), "to disk"),
+                    (_sum_rate("dropped_demotions_total", "reason"), "dropped: {{reason}}"),
+                ),
+            ),
             Panel(
                 title="Evicted, and asked for again", unit="s",
                 queries=((_sum_rate("regretted_seconds_total"), "prefill done again"),),

@@ -103,7 +103,8 @@ METRICS: tuple[Declared, ...] = (
         _one(lambda s: s.core.worker_deaths),
     ),
     Declared(
-        "queue_depth", "gauge", "", ("queue",), "What waits: reads and writes of extents, leases and seals to answer.",
+        "queue_depth", "gauge", "", ("queue",),
+        "What waits: reads, writes and demotions of extents, leases and seals to answer.",
         _by(lambda s: s.queues),
     ),
     Declared(
@@ -186,7 +187,7 @@ METRICS: tuple[Declared, ...] = (
         "revoked_leases_total", "counter", "", (), "Revocable leases taken back.", _one(lambda s: s.core.revoked_leases)
     ),
     Declared(
-        "promoted_blocks_total", "counter", "blocks", (), "Blocks brought from NVMe to host memory.",
+        "promoted_blocks_total", "counter", "blocks", (), "Blocks brought from files to host memory.",
         _one(lambda s: s.core.promoted_blocks),
     ),
     Declared(
@@ -321,6 +322,35 @@ METRICS: tuple[Declared, ...] = (
     Declared(
         "nvme_write_seconds_total", "counter", "seconds", (), "Time of these writes, flush included, summed.",
         _one(lambda s: s.core.nvme_write_seconds),
+    ),
+    Declared(
+        "disk_read_bytes_total", "counter", "bytes", (), "Read from disk_dir for promotions.",
+        _one(lambda s: s.core.disk_read_bytes),
+    ),
+    Declared(
+        "disk_read_seconds_total", "counter", "seconds", (), "Time of these reads, checksums included, summed.",
+        _one(lambda s: s.core.disk_read_seconds),
+    ),
+    Declared(
+        "disk_written_bytes_total", "counter", "bytes", (), "Copied from NVMe to disk_dir and flushed.",
+        _one(lambda s: s.core.disk_written_bytes),
+    ),
+    Declared(
+        "disk_write_seconds_total", "counter", "seconds", (), "Time of these copies, flush included, summed.",
+        _one(lambda s: s.core.disk_write_seconds),
+    ),
+    Declared(
+        "demoted_extents_total", "counter", "extents", (), "Extents that left NVMe for the disk tier.",
+        _one(lambda s: s.core.demoted_extents),
+    ),
+    Declared(
+        "dropped_demotions_total", "counter", "extents", ("reason",),
+        "Extents that left NVMe and were not copied to the disk tier, where there is one.",
+        _by(lambda s: s.core.dropped_demotions),
+    ),
+    Declared(
+        "disk_worker_deaths_total", "counter", "", (), "Times the worker of the disk tier died under this front.",
+        _one(lambda s: s.core.disk_worker_deaths),
     ),
     Declared(
         "nvme_written_today_bytes", "gauge", "bytes", (),

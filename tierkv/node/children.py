@@ -76,11 +76,12 @@ def describe_exit(status: int) -> str:
 
 
 class Backoff:
-    """When to start again what has died: at once, then after 0.1 s, twice that each time up to 5 s. What ran for half a
-    minute starts afresh."""
+    """When to start again what has died: at once, then after 0.1 s, twice that each time up to `last_delay_seconds`.
+    What ran for half a minute starts afresh."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_delay_seconds: float = LAST_DELAY_SECONDS) -> None:
         self.restarts = 0
+        self._last_delay_seconds = last_delay_seconds
         self._in_a_row = 0
         self._started = 0.0
 
@@ -100,7 +101,7 @@ class Backoff:
         self.restarts += 1
         if self._in_a_row == 1:
             return now
-        return now + min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(self._in_a_row - 2, 16))
+        return now + min(self._last_delay_seconds, FIRST_DELAY_SECONDS * 2.0 ** min(self._in_a_row - 2, 16))
 
 
 class IndexSuspicion:

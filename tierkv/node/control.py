@@ -16,6 +16,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 
@@ -29,12 +30,20 @@ MAX_QUEUED = 4_096
 """More than that unread, and no new session is opened: the front is stuck."""
 
 
+class WorkerName(StrEnum):
+    """The workers that have a channel to the front."""
+
+    STORAGE = "storage"
+    DISK = "disk"
+
+
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     pass
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that the front acts on, checked already. `data_dir` empty: there is no NVMe tier."""
+    """The settings that the front acts on, checked already. `data_dir` empty: there is no NVMe tier; `disk_dir`
+    alike."""
 
     data_dir: str
     socket_dir: str
@@ -58,6 +67,10 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     has_gateway: bool = False
     record: str = ""
+    disk_dir: str = ""
+    disk_bytes: int | None = None
+    disk_reserve_bytes: int = 0
+    disk_inflight: int = 4
     pinned_share: float = 0.1
     auto_pin_share: float = 0.0
     ttl: tuple[tuple[str, float], ...] = ()
@@ -85,9 +98,10 @@ class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerStarted(ControlMessage, frozen=True, kw_only=True, tag=True):
-    """A storage worker is running; the descriptor is the front's end of its channel. `sends_rows`: it will report what
-    is on disk, which the front does not know yet."""
+    """A worker is running; the descriptor is the front's end of its channel. `sends_rows`: it will report what is on
+    disk, which the front does not know yet."""
 
+    worker: WorkerName = WorkerName.STORAGE
     pid: int
     restarts: int
     sends_rows: bool
@@ -96,6 +110,7 @@ class WorkerStarted(ControlMessage, frozen=True, kw_only=True, tag=True):
 class WorkerDied(ControlMessage, frozen=True, kw_only=True, tag=True):
     """waitpid said so: from now on nothing touches the slots it was given."""
 
+    worker: WorkerName = WorkerName.STORAGE
     pid: int
     problem: str
 
@@ -179,8 +194,9 @@ class Pong(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerRecovered(ControlMessage, frozen=True, kw_only=True, tag=True):
-    """The storage worker has opened its index and told what is on disk."""
+    """The worker has opened its index and told what is on disk."""
 
+    worker: WorkerName = WorkerName.STORAGE
     pid: int
 
 

@@ -1,4 +1,4 @@
-"""Every call of the core, to its last effect: instructions to the storage worker, notices to who waits for them.
+"""Every call of the core, to its last effect: instructions to the workers, notices to who waits for them.
 
 What goes wrong in here is CoreFailed. The core's state can't be trusted any more, or what it decided was not carried
 out; so the front ends, and the supervisor starts a new one. Never wrong beats available.
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, Regretted, SealReady, Waiting
-from tierkv.core.instructions import AnyInstruction, OpFailed, RecordPurge, SweepPurge, Write, Zero
+from tierkv.core.instructions import AnyInstruction, OnDisk, OpFailed, RecordPurge, SweepPurge, Write, Zero
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
 from tierkv.core.recent_evictions import RecentEvictions
 from tierkv.core.state import CacheState
 from tierkv.errors import TierkvError, WireError
+from tierkv.node.control import WorkerName
 from tierkv.node.journal_feed import JournalFeed
 from tierkv.node.mover import Mover
 from tierkv.node.outbox import Outbox
@@ -35,8 +36,8 @@ class CoreFailed(TierkvError):
 
 
 class CoreCalls:
-    """`replace_worker(problem)` asks for another storage worker, as this one reads nothing any more. `zero` is who
-    zeroes memory on a node without one."""
+    """`replace_worker(problem)` asks for another storage worker, as this one reads nothing any more; so does
+    `replace_disk_worker` of the disk tier's. `zero` is who zeroes memory on a node without a storage worker."""
 
     def __init__(
         self,
@@ -46,9 +47,12 @@ class CoreCalls:
         replace_worker: Callable[[str], None] = lambda _: None,
         zero: Callable[[Zero], None] | None = None,
         recording: Recording | None = None,
+        disk: Mover | None = None,
+        replace_disk_worker: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.state = state
         self.mover = mover
+        self.disk = disk or Mover(WorkerName.DISK)
         self.recording = recording or Recording(None)
         self.leases: WaitingRoom[bytes] = WaitingRoom()
         self.seals: WaitingRoom[int] = WaitingRoom()
@@ -57,8 +61,15 @@ class CoreCalls:
         self.dropped_bytes = 0
         self.dropped_extents = 0
         self._outbox = outbox
-        self._replace_worker = replace_worker
+        self._replace = {self.mover: replace_worker, self.disk: replace_disk_worker}
         self._zero = zero
+
+    def queues(self) -> dict[str, int]:
+        """What waits, by name."""
+        state = self.state
+        demotions = {"demotions": state.num_demotions} if state.limits.disk_bytes else {}
+        reads_and_writes = {"reads": state.num_reads_waiting, "writes": state.num_writes_waiting}
+        return reads_and_writes | demotions | {"leases": len(self.leases), "seals": len(self.seals)}
 
     def look(self, question: Callable[[], T]) -> T:
         """A question that changes nothing."""
@@ -86,18 +97,19 @@ class CoreCalls:
 
         return self.look(decide)
 
-    def instruct(self, instruction: AnyInstruction, now: float) -> None:
-        """One instruction for the storage worker; nothing when there is none."""
+    def instruct(self, instruction: AnyInstruction, now: float, mover: Mover | None = None) -> None:
+        """One instruction for a worker, the storage worker unless another is meant; nothing when there is none."""
+        mover = mover or self.mover
         try:
-            self.mover.send(instruction)
+            mover.send(instruction)
         except WireError as error:
             if error.code == ErrorCode.TOO_LARGE and isinstance(instruction, Write):
                 failed = OpFailed(op=instruction.op, reason=Reason.LARGER_THAN_TIER, problem=error.problem)
                 self.do(now, lambda: self.state.report(failed, now))
                 return
             # What it was told and has not read is told again to the one that follows.
-            self.mover.detach()
-            self._replace_worker(error.problem)
+            mover.detach()
+            self._replace[mover](error.problem)
 
     def _carry_out(self, effects: list[Effect], now: float) -> None:
         for effect in effects:
@@ -131,6 +143,8 @@ class CoreCalls:
             case RecordPurge() | SweepPurge():
                 self.journal.flush(now)  # rows of what is to go are there before it goes
                 self.instruct(effect, now)
+            case OnDisk():
+                self.instruct(effect.instruction, now, self.disk)
             case Zero() if self._zero is not None:
                 self._zero(effect)
             case _:

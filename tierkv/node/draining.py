@@ -1,6 +1,6 @@
 """The orderly end of a front: write what is dirty within a budget, give up the rest, and say how much of each.
 
-begin -> dirty extents are written -> none left, or the budget is spent -> worker finishes -> Drained
+begin -> dirty extents are written -> none left, or the budget is spent -> workers finish -> Drained
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from tierkv.core.instructions import Stop
 from tierkv.node.control import Drained
 from tierkv.node.core_calls import CoreCalls
+from tierkv.node.mover import Mover
 from tierkv.node.service import Service
 
 STOP_SECONDS = 2.0
-"""What the storage worker gets to finish what it has begun, beyond the budget."""
+"""What the workers get to finish what it has begun, beyond the budget."""
 
 
 class Draining:
@@ -36,11 +37,10 @@ class Draining:
                 return None
             self._service.drop_dirty(now)
             self._core.journal.close(now)
-            self._core.instruct(Stop(budget_seconds=STOP_SECONDS), now)
-            # A worker that still recovers has begun nothing that needs an end, and doesn't hear until it is through.
-            self._stop_deadline = now if self._state.is_recovering else now + STOP_SECONDS
-        mover = self._core.mover
-        if mover.is_attached and not mover.worker.is_stopped and now < self._stop_deadline:
+            for mover in (self._core.mover, self._core.disk):
+                self._core.instruct(Stop(budget_seconds=STOP_SECONDS), now, mover)
+            self._stop_deadline = now + STOP_SECONDS
+        if now < self._stop_deadline and any(map(_is_awaited, (self._core.mover, self._core.disk))):
             return None
         return self._sum_up()
 
@@ -57,3 +57,8 @@ class Draining:
             dropped_extents=self._core.dropped_extents - extents + unproven.extents,
             dropped_bytes=self._core.dropped_bytes - num_bytes + unproven.num_bytes,
         )
+
+
+def _is_awaited(mover: Mover) -> bool:
+    """A worker that still recovers has begun nothing that needs an end, and doesn't hear until it is through."""
+    return mover.is_attached and mover.worker.is_recovered and not mover.worker.is_stopped

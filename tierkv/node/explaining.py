@@ -66,12 +66,7 @@ class Explaining:
         return TopReply(
             id=request.id,
             now=now,
-            queues={
-                "reads": self._state.num_reads_waiting,
-                "writes": self._state.num_writes_waiting,
-                "leases": len(self._core.leases),
-                "seals": len(self._core.seals),
-            },
+            queues=self._core.queues(),
             hottest=tuple(self._hot(one) for one in self._core.look(lambda: self._state.hottest(request.most, now))),
             evictions=tuple(self._evicted(row) for row in self._core.evictions.latest(request.most)),
             prefill_tokens_per_second=self._state.limits.prefill_tokens_per_second,

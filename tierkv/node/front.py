@@ -2,7 +2,7 @@
 
     ROUTER socket    requests of engines            -> service -> core -> replies; peers at its door are let in
     control socket   the supervisor's messages      -> sessions, workers, limits, shutdown
-    channel          the storage worker's reports   -> core
+    channels         the workers' reports           -> core
     recorder         what engines ask, where that is recorded: sent when there is room, and never waited for
     timers           what the core is due to do
 
@@ -26,7 +26,7 @@ import time
 from collections.abc import MutableSequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import zmq
 
@@ -34,7 +34,7 @@ from tierkv.core.instructions import AnyReport, KeepStart, Recovered, StartsFoun
 from tierkv.core.reasons import Reason
 from tierkv.core.starts import Window
 from tierkv.core.state import CacheState, Limits
-from tierkv.errors import ConfigError, TierkvError, WireError
+from tierkv.errors import TierkvError, WireError
 from tierkv.node.arena import PAGE_BYTES, seal_against_writers
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import (
@@ -56,28 +56,26 @@ from tierkv.node.control import (
     SessionOpened,
     Shutdown,
     WorkerDied,
+    WorkerName,
     WorkerRecovered,
     WorkerStarted,
     ZeroMemory,
 )
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.draining import Draining
+from tierkv.node.front_metrics import FrontMetrics
 from tierkv.node.front_sessions import FrontSession, SessionTable
 from tierkv.node.mover import Mover
-from tierkv.node.nvme_room import NvmeRoom
 from tierkv.node.outbox import Outbox
 from tierkv.node.recording import Recording
 from tierkv.node.router import Router
-from tierkv.node.scrape import Scrape
 from tierkv.node.service import NodeFacts, Service
 from tierkv.node.start_recorder import StartRecorder, taken
 from tierkv.node.survey import NodeState, Survey
-from tierkv.node.watchdog import Verdict, Watchdog
+from tierkv.node.tier_room import TierRoom
+from tierkv.node.tier_worker import TierWorker
 from tierkv.wire.messages import StartsReply
 from tierkv.workers.lifeline import end_with_parent
-
-if TYPE_CHECKING:
-    from tierkv.metrics.endpoint import MetricsEndpoint
 
 REQUESTS_PER_ROUND = 64
 BEGIN_SECONDS = 30.0
@@ -96,13 +94,15 @@ _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 log = logging.getLogger(__name__)
 
 
-def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
-    """`nvme_bytes` is the room that there is, where the node has a data directory."""
+def limits_of(settings: FrontSettings, nvme_bytes: int, disk_bytes: int) -> Limits:
+    """`nvme_bytes` is the room that there is, where the node has a data directory; `disk_bytes` alike."""
     return Limits(
         host_bytes=settings.host_bytes,
         slab_bytes=settings.slab_bytes,
         extent_bytes=settings.extent_bytes,
         nvme_bytes=nvme_bytes if settings.data_dir else 0,
+        disk_bytes=disk_bytes if settings.disk_dir else 0,
+        disk_inflight=settings.disk_inflight,
         seal_after_seconds=settings.seal_after_seconds,
         session_bytes=settings.session_bytes,
         inflight_writes=settings.inflight_writes,
@@ -120,7 +120,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
 
 
 class Front:
-    """Owns the ROUTER socket, the channel to the worker, the control socket and the mapping of the generations."""
+    """Owns the ROUTER socket, the channels to the workers, the control socket and the mapping of the generations."""
 
     def __init__(self, control: Control, begin: Begin, generations_fd: int, recorder_fd: int | None = None) -> None:
         settings = begin.settings
@@ -129,21 +129,31 @@ class Front:
         self._clock = NodeClock(begin.wall_zero, begin.monotonic_zero)
         self._has_nvme = bool(settings.data_dir)
         self._generations = _map_generations(generations_fd)
-        self._nvme_room = NvmeRoom(settings.nvme_bytes, settings.nvme_reserve_bytes, read_only=settings.read_only)
-        state = CacheState(limits_of(settings, self._nvme_room.num_bytes), self._generations)
-        self._mover = Mover()
+        self._storage, self._disk = _workers(settings)
+        self._workers = {worker.mover.name: worker for worker in (self._storage, self._disk)}
+        limits = limits_of(settings, self._storage.room.num_bytes, self._disk.room.num_bytes)
+        state = CacheState(limits, self._generations)
         self._router = Router(Path(settings.socket_dir))
         self._outbox = Outbox(self._router.send, self._now)
         zero = None if self._has_nvme else self._have_zeroed
         self._recording = Recording(
             socket.socket(fileno=recorder_fd) if recorder_fd is not None else None, settings.record, self._now()
         )
-        self._core = CoreCalls(state, self._mover, self._outbox, self._replace_worker, zero, self._recording)
-        self._watchdog = Watchdog(settings.hang_seconds)
+        self._core = CoreCalls(
+            state,
+            self._storage.mover,
+            self._outbox,
+            partial(self._replace_worker, self._storage),
+            zero,
+            self._recording,
+            self._disk.mover,
+            partial(self._replace_worker, self._disk),
+        )
         self._node = NodeState(
             incarnation=begin.incarnation,
             data_dir=settings.data_dir,
             has_nvme=self._has_nvme,
+            disk_dir=settings.disk_dir,
             read_only=settings.read_only,
             supervisor_pid=begin.supervisor_pid,
             front_restarts=begin.front_restarts,
@@ -151,7 +161,7 @@ class Front:
             started=time.monotonic(),
             has_gateway=settings.has_gateway,
             began=self._now(),
-            ping_seconds=self._watchdog.step_seconds if settings.hang_seconds else 0.0,
+            ping_seconds=self._storage.watchdog.step_seconds if settings.hang_seconds else 0.0,
         )
         self._survey = Survey(self._core, self._outbox, self._node)
         self._starts = StartRecorder(
@@ -173,6 +183,7 @@ class Front:
                 host_bytes=settings.host_bytes,
                 slab_bytes=settings.slab_bytes,
                 has_nvme=self._has_nvme,
+                disk_dir=settings.disk_dir,
                 is_read_only=settings.read_only,
                 began=self._now(),
             ),
@@ -183,8 +194,7 @@ class Front:
         )
         self._is_directory_gone = False
         self._draining: Draining | None = None
-        self._scrape: Scrape | None = None
-        self._endpoint: MetricsEndpoint | None = None
+        self._metrics = FrontMetrics(settings.metrics_host, settings.metrics_port)
         self._poller = zmq.Poller()
         self._polled: dict[Any, int] = {}
         self._wakeup: float | None = None
@@ -208,8 +218,9 @@ class Front:
                 self._take_control()
             if self._control.ended:
                 return EXIT_SUPERVISOR_GONE
-            if self._mover.is_attached and self._mover.fileno() in ready:
-                self._take_reports()
+            for worker in self._workers.values():
+                if worker.mover.is_attached and worker.mover.fileno() in ready:
+                    self._take_reports(worker)
             if self._router.door in ready:
                 self._router.admit()
             if self._recording.is_on and self._recording.fileno() in ready:
@@ -219,10 +230,11 @@ class Front:
             self._is_idle = not ready
             if self._is_idle or self._service.is_hurried:
                 self._service.do_idle_work(self._now())
-            if self._scrape is not None and self._scrape.fileno() in ready:
-                self._scrape.serve(partial(self._survey.snapshot, self._now()))
+            if self._metrics.wanted(ready):
+                self._metrics.serve(partial(self._survey.snapshot, self._now()))
             self._drain()
-            self._mover.flush()
+            for worker in self._workers.values():
+                worker.mover.flush()
             self._control.flush()
         return 0
 
@@ -244,10 +256,10 @@ class Front:
         }
         if not self._service.is_behind:
             wanted[self._router.socket] = _POLLIN
-        if self._mover.is_attached:
-            wanted[self._mover.fileno()] = _events(self._mover.wants_write)
-        if self._scrape is not None:
-            wanted[self._scrape.fileno()] = _POLLIN
+        for worker in self._workers.values():
+            if worker.mover.is_attached:
+                wanted[worker.mover.fileno()] = _events(worker.mover.wants_write)
+        wanted |= dict.fromkeys(self._metrics.filenos(), _POLLIN)
         if self._recording.is_on:
             wanted[self._recording.fileno()] = _POLLIN
         return wanted
@@ -257,8 +269,8 @@ class Front:
             return 0
         now = self._now()
         times = [self._next_socket_check - time.monotonic()]
-        if (watch := self._watchdog.next_due()) is not None:
-            times.append(watch - time.monotonic())
+        looks = [worker.next_look() for worker in self._workers.values()]
+        times += [look - time.monotonic() for look in looks if look is not None]
         self._wakeup = self._service.next_wakeup()
         if self._wakeup is not None:
             times.append(self._wakeup - now)
@@ -287,9 +299,9 @@ class Front:
             self._router.rebind_if_deleted()
             if self._node.metrics_problem:
                 self.start_metrics()
-        if self._watchdog.look(time.monotonic()) is Verdict.HUNG:
-            seconds = self._watchdog.silence_seconds
-            self._replace_worker(f"it has given no sign of life for {seconds:.0f} s (hang_seconds)")
+        for worker in self._workers.values():
+            if problem := worker.why_hung():
+                self._replace_worker(worker, problem)
 
     def _drain(self) -> None:
         if self._draining is None or (drained := self._draining.step(self._now())) is None:
@@ -318,20 +330,13 @@ class Front:
             case SessionEnded():
                 self._service.end_session(message.token, now)
             case WorkerStarted():
-                channel = socket.socket(fileno=descriptors[0])
-                self._mover.attach(
-                    channel, pid=message.pid, restarts=message.restarts, now=now, sends_rows=message.sends_rows
-                )
-                self._watchdog.begin(time.monotonic())
-                self._nvme_room.begin_again()
-                self._service.worker_started(now)
+                self._workers[message.worker].started(message, socket.socket(fileno=descriptors[0]), now)
+                self._service.worker_started(now, message.worker)
             case WorkerDied():
-                for report in self._mover.receive_rest(now):
-                    self._on_report(report, now)
-                self._watchdog.end()
-                self._mover.detach()
-                self._mover.worker.problem = message.problem
-                self._service.worker_died(now)
+                worker = self._workers[message.worker]
+                for report in worker.died(message, now):
+                    self._on_report(worker, report, now)
+                self._service.worker_died(now, message.worker)
             case HostLimit():
                 self._node.host_problem = message.problem
                 self._service.host_limit(message.num_bytes, now, earlier_bytes=message.earlier_bytes)
@@ -357,20 +362,17 @@ class Front:
         else:
             self._draining.shorten(budget_seconds, now)
 
-    # ---- the storage worker
+    # ---- the workers
 
-    def _take_reports(self) -> None:
+    def _take_reports(self, worker: TierWorker) -> None:
         now = self._now()
         try:
-            reports = self._mover.receive(now)
-        except WireError as error:  # the two no longer agree where a message begins
-            self._mover.detach()
-            self._replace_worker(str(error))
+            reports = worker.receive(now)
+        except WireError as error:
+            self._replace_worker(worker, str(error))
             return
-        if reports:
-            self._watchdog.heard()
         for report in reports:
-            self._on_report(report, now)
+            self._on_report(worker, report, now)
 
     def _so_far(self) -> Window:
         return taken(self._core.state.counts, self._outbox.latencies.get("Acquire"))
@@ -378,23 +380,32 @@ class Front:
     def _note_opened(self, group: bytes, pid: int, is_used: bool) -> None:
         self._starts.opened(group, pid, is_used=is_used, now=self._now(), so_far=self._so_far())
 
-    def _on_report(self, report: AnyReport, now: float) -> None:
-        self._nvme_room.note(report)
+    def _on_report(self, worker: TierWorker, report: AnyReport, now: float) -> None:
+        name = worker.mover.name
+        worker.room.note(report)
         if isinstance(report, Recovered):
-            self._set_nvme_room(self._nvme_room.at_recovery(), now)
+            self._set_room(worker, worker.room.at_recovery(), now)
         if isinstance(report, StartsFound):
             self._starts.found(report.starts)
             return
-        self._service.on_report(report, now)
+        self._service.on_report(report, now, name)
         if isinstance(report, Recovered):  # said once it is so: the supervisor tells everybody that the node is ready
             _end_bulk_loading()
-            self._starts.ready(now, self._so_far())
-            self._control.send(WorkerRecovered(pid=self._mover.worker.pid))
+            if worker is self._storage:
+                self._starts.ready(now, self._so_far())
+            self._control.send(WorkerRecovered(worker=name, pid=worker.mover.worker.pid))
         if isinstance(report, TierHealth):
-            self._tell_of_directory(report)
-        if isinstance(report, TierHealth) and not self._core.state.is_recovering:
-            nvme = next(tier for tier in self._core.state.tiers() if tier.tier == "nvme")
-            self._set_nvme_room(self._nvme_room.at_health(nvme.used_bytes, self._core.state.removing_bytes), now)
+            if worker is self._storage:
+                self._tell_of_directory(report)
+            self._look_at_room(worker, now)
+
+    def _look_at_room(self, worker: TierWorker, now: float) -> None:
+        state = self._core.state
+        tier = "nvme" if worker is self._storage else "disk"
+        if not (state.is_recovering if worker is self._storage else state.is_disk_recovering):
+            removing = state.removing_bytes if worker is self._storage else state.disk_removing_bytes
+            used = next(one.used_bytes for one in state.tiers() if one.tier == tier)
+            self._set_room(worker, worker.room.at_health(used, removing), now)
 
     def _tell_of_directory(self, health: TierHealth) -> None:
         """The supervisor, who has the lock, may take the directory anew when that can be done."""
@@ -403,16 +414,16 @@ class Front:
             self._is_directory_gone = is_gone
             self._control.send(DirectoryGone(problem=health.problem if is_gone else ""))
 
-    def _set_nvme_room(self, num_bytes: int | None, now: float) -> None:
+    def _set_room(self, worker: TierWorker, num_bytes: int | None, now: float) -> None:
         if num_bytes is not None:
-            self._service.nvme_limit(num_bytes, now)
-            self._node.nvme_shortage = self._nvme_room.shortage
-            if self._nvme_room.is_news(num_bytes):
-                log.warning("%s", self._nvme_room.shortage)
+            self._service.tier_limit(num_bytes, now, worker.mover.name)
+            self._node.shortages[worker.mover.name] = worker.room.shortage
+            if worker.room.is_news(num_bytes):
+                log.warning("%s", worker.room.shortage)
 
-    def _replace_worker(self, problem: str) -> None:
-        log.error("the storage worker can't be spoken to any more: %s", problem)
-        self._control.send(ReplaceWorker(pid=self._mover.worker.pid, problem=problem))
+    def _replace_worker(self, worker: TierWorker, problem: str) -> None:
+        log.error("the %s worker can't be spoken to any more: %s", worker.mover.name, problem)
+        self._control.send(ReplaceWorker(pid=worker.mover.worker.pid, problem=problem))
 
     def _have_zeroed(self, zero: Zero) -> None:
         self._control.send(ZeroMemory(op=zero.op, ranges=zero.ranges))
@@ -420,36 +431,27 @@ class Front:
     # ---- the rest
 
     def start_metrics(self) -> None:
-        """Off unless a port is given; the library it needs is imported only then. Where the address can't be had
-        (the supervisor could have it at its start) the node goes on without, says so, and tries again."""
-        settings = self._settings
-        if settings.metrics_port is None:
-            return
-        from tierkv.metrics.endpoint import MetricsEndpoint  # noqa: PLC0415 - see above
-
-        if self._scrape is None:
-            self._scrape = Scrape(self._survey.snapshot(self._now()))
-        read, silence = self._scrape.read, self._scrape.silence
-        try:
-            self._endpoint = MetricsEndpoint(settings.metrics_host, settings.metrics_port, read, silence=silence)
-        except ConfigError as error:
-            if not self._node.metrics_problem:
-                log.error("no metrics: %s", error)
-            self._node.metrics_problem = str(error)
-        else:
-            self._node.metrics_problem = ""
+        self._node.metrics_problem = self._metrics.start(partial(self._survey.snapshot, self._now()))
 
     def close(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
+        self._metrics.close()
         self._router.close()
-        self._mover.detach()
-        if self._scrape is not None:
-            self._scrape.close()
+        for worker in self._workers.values():
+            worker.mover.detach()
         self._recording.close()
 
     def _now(self) -> float:
         return self._clock.now()
+
+
+def _workers(settings: FrontSettings) -> tuple[TierWorker, TierWorker]:
+    """Of NVMe and of the disk tier, whether there are such or not."""
+    nvme = TierRoom(settings.nvme_bytes, settings.nvme_reserve_bytes, read_only=settings.read_only)
+    disk = TierRoom(settings.disk_bytes, settings.disk_reserve_bytes, read_only=settings.read_only, tier="disk")
+    return (
+        TierWorker(Mover(WorkerName.STORAGE), nvme, settings.hang_seconds),
+        TierWorker(Mover(WorkerName.DISK), disk, settings.hang_seconds),
+    )
 
 
 def _events(wants_write: bool) -> int:

@@ -1,4 +1,4 @@
-"""One incarnation: an arena, the front that decides about it, and the storage worker that moves its bytes.
+"""One incarnation: an arena, and the front that decides about it. Workers that move its bytes are watched elsewhere.
 
 A front that ends takes all of it along. The arena's memory stays for as long as processes of engines have it mapped;
 nobody of ours touches it again.
@@ -7,7 +7,6 @@ nobody of ours touches it again.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -17,22 +16,20 @@ from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_rea
 from tierkv.node.arena_wiper import ArenaWiper
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
-from tierkv.node.control import Begin, FrontSettings, HostLimit, MemoryZeroed, WorkerStarted, control_pair
+from tierkv.node.control import Begin, FrontSettings, HostLimit, MemoryZeroed, control_pair
 from tierkv.node.sessions import Memory
 from tierkv.node.socket_folder import node_endpoint
-from tierkv.node.worker_command import WorkerResources, start_worker
 
 FRONT_MODULE = "tierkv.node.front"
 
 
 class Incarnation:
-    """Owns the memory, the control socket and, through `front` and `worker`, the processes."""
+    """Owns the memory, the control socket and, through `front`, its process."""
 
     def __init__(
         self,
         settings: Settings,
         clock: NodeClock,
-        lock_fd: int,
         *,
         front_restarts: int,
         data_dir_problem: str = "",
@@ -45,13 +42,8 @@ class Incarnation:
         """`recorder` is the descriptor that the front sends to what it has recorded, where that is done."""
         self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
         self.is_ready = False
-        self.is_recovered = False
-        self.worker: Child | None = None
         self.populated_bytes = 0
         self._settings = settings
-        self._clock = clock
-        self._lock_fd = lock_fd
-        self._lifeline: int | None = None
         self._huge_pages = settings.huge_pages
         with ExitStack() as undo:
             self._arena = make_arena(settings.host_bytes)
@@ -85,6 +77,14 @@ class Incarnation:
 
     # ---- memory
 
+    @property
+    def arena_fd(self) -> int:
+        return self._arena.fd
+
+    @property
+    def arena_bytes(self) -> int:
+        return self._arena.num_bytes
+
     def populate(self, limit_bytes: int) -> None:
         """Some tens of megabytes more, up to `limit_bytes` in all. Raises ConfigError when there is no memory."""
         self.populated_bytes = populate_stretches(
@@ -112,55 +112,11 @@ class Incarnation:
             page_bytes=PAGE_BYTES,
         )
 
-    # ---- the storage worker
-
-    def start_worker(self, *, restarts: int, discard_index: bool) -> None:
-        """Its channel goes to the front with the news. After a recovery the front knows what is on disk."""
-        assert self.worker is None, "one at a time: only one process may open the index"
-        front_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        reading, writing = os.pipe()
-        with front_end, worker_end:
-            try:
-                resources = WorkerResources(
-                    channel_fd=worker_end.fileno(),
-                    arena_fd=self._arena.fd,
-                    arena_bytes=self._arena.num_bytes,
-                    lifeline_fd=reading,
-                    lock_fd=self._lock_fd,
-                )
-                self.worker = start_worker(
-                    self._settings,
-                    resources,
-                    self._clock,
-                    sends_rows=not self.is_recovered,
-                    discard_index=discard_index,
-                )
-            except BaseException:
-                os.close(writing)
-                raise
-            finally:
-                os.close(reading)
-            self._lifeline = writing
-            started = WorkerStarted(pid=self.worker.pid, restarts=restarts, sends_rows=not self.is_recovered)
-            self.control.send(started, [front_end.fileno()])
-
-    def worker_ended(self) -> None:
-        """It was reaped."""
-        self.worker = None
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-
     # ---- the end
 
     def close(self) -> None:
-        """The front is dead; the worker, if there is one, is told to die and still to be reaped."""
+        """The front is dead."""
         self.control.close()
-        if self.worker is not None:
-            self.worker.kill()
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
         self._arena.close()
         self._generations.close()
         os.close(self._generations_read_only)
@@ -190,6 +146,10 @@ def front_settings(settings: Settings) -> FrontSettings:
         log_level=settings.log_level,
         has_gateway=bool(settings.inline_users),
         record=str(settings.record or ""),
+        disk_dir=str(settings.disk_dir or ""),
+        disk_bytes=settings.disk_bytes,
+        disk_reserve_bytes=settings.disk_reserve_bytes,
+        disk_inflight=settings.disk_inflight,
         pinned_share=settings.pinned_share,
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl_rules,

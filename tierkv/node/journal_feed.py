@@ -1,18 +1,19 @@
 """What the front hands to the journal: notices become rows, rows go to the storage worker once a second.
 
-Nobody waits for it. Where the worker does not keep up, rows are dropped and counted, and the balance of host memory is
-told anew when it does. Without a data directory the last rows are kept here, and nothing is written.
+Nobody waits for it. Where the worker does not keep up, rows are dropped and counted, and the balances of host memory
+and of the disk tier are told anew when it does; that of the disk not before it is known what lies there. Without a data
+directory the last rows are kept here, and nothing is written.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tierkv.core.eviction_report import EvictionReport, summarize
 from tierkv.core.grants import Evicted, Regretted
 from tierkv.core.instructions import AnyInstruction, BalanceTier, JournalRows
-from tierkv.core.journal import Anonymizer, EvictionRow, Posting, RegretRow
+from tierkv.core.journal import Account, Anonymizer, EvictionRow, Posting, RegretRow
 from tierkv.core.reasons import Reason
 from tierkv.core.state import CacheState
 from tierkv.node.mover import Mover
@@ -20,6 +21,7 @@ from tierkv.node.mover import Mover
 PERIOD_SECONDS = 1.0
 ROWS_OF_A_MESSAGE = 1_000
 MAX_WAITING = 20_000
+BALANCED = (Account.HOST, Account.DISK)
 MAX_KEPT = 20_000
 """Rows kept in memory where there is no data directory: 5 MB or so."""
 
@@ -32,7 +34,7 @@ class JournalFeed:
         self._rows: list[Posting | EvictionRow | RegretRow] = []
         self._kept: deque[EvictionRow | RegretRow] = deque(maxlen=MAX_KEPT)
         self._due = 0.0
-        self._unbalanced: Reason | None = None
+        self._unbalanced: dict[Account, Reason] = {}
         self.dropped: Counter[str] = Counter()
 
     def evicted(self, notice: Evicted, now: float) -> None:
@@ -82,16 +84,22 @@ class JournalFeed:
 
     def worker_started(self, now: float, reason: Reason) -> None:
         """What the last one was told and had not written is lost: this one is told how much host memory holds."""
-        self._unbalanced = reason
+        self.unbalance(reason)
         self.flush(now)
 
     def unbalance(self, reason: Reason) -> None:
-        """Balances of host memory may be wrong: they are told with the next rows."""
-        self._unbalanced = reason
+        """Balances of host memory and of the disk tier may be wrong: they are told with the next rows."""
+        self._unbalanced = dict.fromkeys(BALANCED, reason)
 
     def next_due(self) -> float | None:
-        is_waiting = self._has_nvme and (self._rows or self._state.has_postings or self._unbalanced)
+        is_waiting = self._has_nvme and (self._rows or self._state.has_postings or any(self._due_balances()))
         return self._due if is_waiting and self._mover.is_attached else None
+
+    def _due_balances(self) -> Iterator[Account]:
+        """What lies on disk is found out while the node already serves."""
+        for account in self._unbalanced:
+            if account is not Account.DISK or not self._state.is_disk_recovering:
+                yield account
 
     def tick(self, now: float) -> None:
         due = self.next_due()
@@ -106,17 +114,23 @@ class JournalFeed:
         if self._mover.is_choked:
             self.dropped[Reason.NO_ROOM] += len(self._rows)
             self._rows = []
-            self._unbalanced = self._unbalanced or Reason.NO_ROOM
+            self._unbalanced = dict.fromkeys(BALANCED, Reason.NO_ROOM) | self._unbalanced
             return
-        rows = [*self._rows, *self._state.take_postings(now)]
+        # Of what is unbalanced no movements are told: what they come to follows.
+        postings = [one for one in self._state.take_postings(now) if self._account(one) not in self._unbalanced]
+        rows = [*self._rows, *postings]
         self._rows = []
-        if self._unbalanced is not None:
-            rows = [row for row in rows if not isinstance(row, Posting)]  # what they come to follows
         for start in range(0, len(rows), ROWS_OF_A_MESSAGE):
             self._send(JournalRows(rows[start : start + ROWS_OF_A_MESSAGE]))
-        if self._unbalanced is not None:
-            self._send(BalanceTier(self._state.host_balances(), self._unbalanced))
-            self._unbalanced = None
+        for account in list(self._due_balances()):
+            disk = account is Account.DISK
+            balances = self._state.disk_balances() if disk else self._state.host_balances()
+            self._send(BalanceTier(balances, self._unbalanced.pop(account), account))
+
+    @staticmethod
+    def _account(posting: Posting) -> Account:
+        """The tier that it is about: nothing moves between these two."""
+        return Account.DISK if Account.DISK in (posting.source, posting.target) else Account.HOST
 
     def close(self, now: float) -> None:
         """Send what waits, and that all of host memory is given up."""

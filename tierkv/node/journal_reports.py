@@ -27,7 +27,9 @@ from tierkv.core.instructions import (
     Reckoned,
 )
 from tierkv.core.recount import HostRecount
+from tierkv.node.control import WorkerName
 from tierkv.node.core_calls import CoreCalls
+from tierkv.node.disk_count import DiskCount
 from tierkv.node.jobs import ABANDONED_SECONDS
 from tierkv.node.tier_audit import core_differences, seen_twice
 from tierkv.node.waiting import Asker
@@ -60,6 +62,7 @@ class _Job:
     counted: FilesCounted | None = None
     suspected: list[Difference] | None = None  # of the front's own sums, at the first count of the files
     first: FilesCounted | None = None
+    disk: DiskCount | None = None
     reckoned: Reckoned | None = None
     problem: str = ""
 
@@ -67,8 +70,9 @@ class _Job:
 class JournalReports:
     """`began` is when the node did, in its own time."""
 
-    def __init__(self, core: CoreCalls, *, has_nvme: bool, began: float) -> None:
+    def __init__(self, core: CoreCalls, *, has_nvme: bool, disk_dir: str = "", began: float) -> None:
         self._core = core
+        self._disk_dir = disk_dir
         self._state = core.state
         self._has_nvme = has_nvme
         self._began = began
@@ -161,6 +165,8 @@ class JournalReports:
         if self._has_nvme:
             self._core.journal.flush(now)
             self._order(job, CountFiles(next(self._ops)), now)
+            if self._disk_dir:
+                job.disk = DiskCount.begin(self._core, next(self._ops), now)
         else:
             self._in_memory.add(found)
             job.reckoned = Reckoned(0, list(self._in_memory.rows))
@@ -169,26 +175,36 @@ class JournalReports:
         if job.recount is not None:
             done, total = job.recount.done, job.recount.total
             return AuditReply(id=request_id, finished=False, stage="memory", done=done, total=total)
-        counted = job.counted
+        counted, disk = job.counted, job.disk
+        if job.reckoned is not None and disk is not None and not disk.finished:
+            return AuditReply(id=request_id, finished=False, stage="disk", done=disk.done, total=disk.total)
         if job.reckoned is None:
             done, total = (counted.done, counted.total) if counted is not None else (0, 0)
             stage = "table" if counted is not None and counted.finished else "files"
             return AuditReply(id=request_id, finished=False, stage=stage, done=done, total=total)
         problems = [job.problem, job.reckoned.problem, counted.problem if counted is not None else ""]
+        problems.append(disk.problem if disk is not None else "")
         return AuditReply(
             id=request_id,
             finished=True,
             host_bytes=job.host_bytes,
             groups=tuple(counted.groups) if counted is not None else (),
+            disk_groups=tuple(disk.groups) if disk is not None else (),
             table=tuple(job.reckoned.table),
             problem="; ".join(problem for problem in problems if problem),
             known=job.reckoned.known,
         )
 
-    # ---- the storage worker
+    # ---- the workers
 
-    def on_report(self, report: AnyReport, now: float) -> None:
+    def on_report(self, report: AnyReport, now: float, worker: WorkerName) -> None:
         if not isinstance(report, JournalRead | FilesCounted | Reckoned):
+            return
+        if worker is WorkerName.DISK:
+            if isinstance(report, FilesCounted):
+                for job in self._jobs.values():
+                    if job.disk is not None:
+                        job.disk.counted(self._core, report)
             return
         for job in self._jobs.values():
             if job.order is not None and getattr(job.order, "op", None) == report.op:
@@ -223,6 +239,11 @@ class JournalReports:
         for job in self._jobs.values():
             if job.order is not None:
                 self._core.instruct(job.order, now)
+
+    def worker_died(self, worker: WorkerName) -> None:
+        for job in self._jobs.values():
+            if worker is WorkerName.DISK and job.disk is not None:
+                job.disk.died()
 
     def _order(self, job: _Job, order: AnyInstruction, now: float) -> None:
         job.order = order

@@ -1,4 +1,4 @@
-"""The front's side of the storage worker: instructions out, reports in, and how it is doing.
+"""The front's side of a worker's channel: instructions out, reports in, and how it is doing.
 
 While no worker is attached instructions go nowhere: the core queues its work again when it is told of a worker's death,
 and says all of it anew when it is told of the next one's start.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tierkv.core.instructions import AnyInstruction, AnyReport, Recovered, RecoveryProgress, Stopped, TierHealth, Touch
 from tierkv.errors import WireError
+from tierkv.node.control import WorkerName
 from tierkv.workers.channel import Channel, front_end
 
 SILENT_SECONDS = 5.0
@@ -21,14 +22,13 @@ from it then: it may be stopped, and go on writing to its slots later. After `ha
 says when its slots are free."""
 
 MAX_BUFFERED_FOR_TOUCH = 8 * 2**20
-NAME = "storage"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """What `status` shows of the storage worker."""
+    """What `status` shows of a worker."""
 
     pid: int = 0
     restarts: int = 0
@@ -54,12 +54,23 @@ class WorkerState:
             return "silent"
         return "running" if self.is_recovered else "recovering"
 
+    def why_away(self) -> str:
+        """Why it can't be asked for anything, in words; empty where it can."""
+        if self.is_up and self.is_recovered:
+            return ""
+        if self.health is not None and self.health.problem:
+            return self.health.problem
+        if self.is_up:
+            return "its worker is still finding out what lies there"
+        return f"its worker {self.problem or 'is not running'}"
+
     def is_silent(self, now: float) -> bool:
         return self.is_up and now - self.heard > SILENT_SECONDS
 
 
 class Mover:
-    def __init__(self) -> None:
+    def __init__(self, name: WorkerName = WorkerName.STORAGE) -> None:
+        self.name = name
         self.worker = WorkerState()
         self._channel: Channel[AnyInstruction, AnyReport] | None = None
 
@@ -130,7 +141,7 @@ class Mover:
             while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
                 reports += self.receive(now)
         except WireError as error:
-            log.error("the storage worker's last words: %s", error)
+            log.error("the %s worker's last words: %s", self.name, error)
         return reports
 
     def _note(self, report: AnyReport) -> None:

@@ -7,14 +7,16 @@ from typing import Any
 
 from tierkv.core.instructions import AnyReport, ScrubProgress
 from tierkv.core.warmup import WarmupScope
+from tierkv.node.control import WorkerName
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.explaining import Explaining
-from tierkv.node.jobs import Verifications, Warmups, nothing_to_verify
+from tierkv.node.jobs import Warmups
 from tierkv.node.journal_reports import JournalReports
 from tierkv.node.pinning import Pinning
 from tierkv.node.purging import Purging
 from tierkv.node.replies import evict_reply, no_warmup, warmup_reply
 from tierkv.node.sizing import Sizing
+from tierkv.node.verifying import Order, Verifications, finished_verification
 from tierkv.node.waiting import Asker
 from tierkv.wire.messages import Error, ErrorCode, Evict, Purge, Reply, Request, Starts, Status, Usage, Verify, Warmup
 
@@ -27,6 +29,7 @@ class Operating:
         core: CoreCalls,
         *,
         has_nvme: bool,
+        disk_dir: str = "",
         is_read_only: bool,
         status: Callable[[int, float], Reply],
         usage: Callable[[int, float], Reply],
@@ -37,15 +40,18 @@ class Operating:
         self._state = core.state
         self._has_nvme = has_nvme
         self._warmups = Warmups()
-        self._verifications = Verifications()
-        self._reports = JournalReports(core, has_nvme=has_nvme, began=began)
+        self._disk_dir = disk_dir
+        workers = (WorkerName.STORAGE, WorkerName.DISK) if disk_dir else (WorkerName.STORAGE,)
+        self._verifications = Verifications(workers, core.disk.worker.why_away)
+        self._reports = JournalReports(core, has_nvme=has_nvme, disk_dir=disk_dir, began=began)
+        self._purging = Purging(core, is_read_only=is_read_only)
         self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Status: lambda request, _asker, now: status(request.id, now),
             Usage: lambda request, _asker, now: usage(request.id, now),
             Starts: lambda request, _asker, _now: starts(request.id),
             Warmup: self._warmup,
             Verify: self._verify,
-            Purge: Purging(core, is_read_only=is_read_only).ask,
+            Purge: self._purging.ask,
             **Explaining(core).handlers,
             **self._reports.handlers,
             Evict: self._evict,
@@ -57,22 +63,31 @@ class Operating:
         found = self._core.mover.worker.found
         return 0 if found is None else found.unreadable_pins
 
-    def on_report(self, report: AnyReport, now: float) -> None:
+    def on_report(self, report: AnyReport, now: float, worker: WorkerName) -> None:
         if isinstance(report, ScrubProgress):
-            self._verifications.report(report)
-        self._reports.on_report(report, now)
+            self._verifications.report(report, worker)
+        self._purging.on_report(report, worker)
+        self._reports.on_report(report, now, worker)
 
-    def worker_started(self, now: float) -> None:
-        for instruction in self._verifications.worker_started():
-            self._core.instruct(instruction, now)
-        self._reports.worker_started(now)
+    def worker_started(self, now: float, worker: WorkerName) -> None:
+        self._instruct(self._verifications.worker_started(worker), now)
+        if worker is WorkerName.STORAGE:
+            self._reports.worker_started(now)
+
+    def worker_died(self, now: float, worker: WorkerName) -> None:
+        self._verifications.worker_died(worker)
+        self._reports.worker_died(worker)
+
+    def _instruct(self, orders: list[Order], now: float) -> None:
+        movers = {WorkerName.STORAGE: self._core.mover, WorkerName.DISK: self._core.disk}
+        for worker, instruction in orders:
+            self._core.instruct(instruction, now, movers[worker])
 
     def tick(self, now: float) -> None:
         """Work that nobody asks about any more ends."""
         for job in self._warmups.take_abandoned(now):
             self._cancel_warmup(job, now)
-        for instruction in self._verifications.expire(now):
-            self._core.instruct(instruction, now)
+        self._instruct(self._verifications.expire(now), now)
         self._reports.tick(now)
 
     def next_wakeup(self) -> float | None:
@@ -81,6 +96,9 @@ class Operating:
 
     def _evict(self, request: Evict, _asker: Asker, now: float) -> Reply:
         tier, to_bytes, fingerprint = str(request.tier), request.to_bytes, request.fingerprint
+        if tier == "disk" and not self._disk_dir:
+            problem = "this node has no disk tier (disk_dir)"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tier")
         if tier == "nvme" and not self._has_nvme:
             problem = "this node keeps everything in host memory: it has no NVMe tier"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tier")
@@ -111,10 +129,9 @@ class Operating:
 
     def _verify(self, request: Verify, _asker: Asker, now: float) -> Reply:
         if not self._has_nvme:
-            return nothing_to_verify(request.id)
-        reply, instructions = self._verifications.ask(request, now)
-        for instruction in instructions:
-            self._core.instruct(instruction, now)
+            return finished_verification(request.id)
+        reply, orders = self._verifications.ask(request, now)
+        self._instruct(orders, now)
         return reply
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept, Swept
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant, What
-from tierkv.core.purges import PurgedGroup, PurgePhase, PurgeState
+from tierkv.core.purges import PurgedGroup, PurgePhase, PurgeState, add_swept
+from tierkv.node.control import WorkerName
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.recording import salt_digits
 from tierkv.node.waiting import Asker
@@ -13,6 +15,7 @@ from tierkv.wire import messages
 from tierkv.wire.messages import Error, ErrorCode, Purge, PurgeReply, Reply
 
 MAX_UNFINISHED = 16
+MAX_REMEMBERED = 1_000
 
 
 class Purging:
@@ -23,6 +26,14 @@ class Purging:
         self._is_read_only = is_read_only
         self._state = core.state
         self._unfinished: set[bytes] = set()
+        self._on_disk: dict[bytes, Swept] = {}  # what was swept there, of what the core sums up over both tiers
+
+    def on_report(self, report: AnyReport, worker: WorkerName) -> None:
+        """Of either worker."""
+        if worker is WorkerName.DISK and isinstance(report, PurgeSwept | PurgeResumed):
+            self._on_disk[report.purge] = add_swept(self._on_disk.get(report.purge, Swept()), report.swept)
+            while len(self._on_disk) > MAX_REMEMBERED:
+                del self._on_disk[next(iter(self._on_disk))]
 
     def ask(self, request: Purge, _asker: Asker, now: float) -> Reply:
         meant = [
@@ -72,13 +83,13 @@ class Purging:
             forgotten = self._core.recording.forgotten(request.job, now)
             if forgotten is None:  # the recording still has some of it
                 answer = replace(answer, phase=PurgePhase.REMOVING)
-            return purge_reply(request.id, answer)
+            return purge_reply(request.id, answer, self._on_disk.get(request.job, Swept()))
         found = "no block" if not answer.found else f"{answer.found} blocks"
         problem = f"{found} known here with a key that begins with {request.prefix}; name one, by more of its digits"
         return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="prefix")
 
 
-def purge_reply(request_id: int, state: PurgeState) -> PurgeReply:
+def purge_reply(request_id: int, state: PurgeState, on_disk: Swept) -> PurgeReply:
     about, swept = state.about, state.swept
     return PurgeReply(
         id=request_id,
@@ -109,6 +120,8 @@ def purge_reply(request_id: int, state: PurgeState) -> PurgeReply:
         unreachable=state.unreachable,
         gone=state.gone,
         reason=state.reason or "",
+        removed_disk_files=on_disk.files,
+        removed_disk_bytes=on_disk.file_bytes,
     )
 
 

@@ -16,6 +16,7 @@ import tierkv
 from tierkv.core.grants import GroupSpec
 from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept
 from tierkv.core.reasons import Reason
+from tierkv.node.control import WorkerName
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.front_sessions import FrontSession, SessionTable
 from tierkv.node.group_check import why_not_persistent, why_refused
@@ -68,6 +69,7 @@ class NodeFacts:
     host_bytes: int
     slab_bytes: int
     has_nvme: bool
+    disk_dir: str = ""
     is_read_only: bool = False
     began: float = 0.0  # node time
 
@@ -100,6 +102,7 @@ class Service:
         self._operating = Operating(
             core,
             has_nvme=facts.has_nvme,
+            disk_dir=facts.disk_dir,
             is_read_only=facts.is_read_only,
             status=status,
             usage=usage,
@@ -217,28 +220,38 @@ class Service:
             self._outbox.slow_sessions += 1
             log.warning("session %s does not read its replies: slow_consumer", token.hex())
 
-    def on_report(self, report: AnyReport, now: float) -> None:
-        self._operating.on_report(report, now)
+    def on_report(self, report: AnyReport, now: float, worker: WorkerName = WorkerName.STORAGE) -> None:
+        self._operating.on_report(report, now, worker)
+        if worker is WorkerName.DISK:
+            self._core.do(now, lambda: self._state.disk_report(report, now))
+            return
         if isinstance(report, PurgeResumed):
             self._core.recording.purge_again(report, now)
         self._core.do(now, lambda: self._state.report(report, now))
         if isinstance(report, PurgeSwept):
             self._core.journal.unbalance(Reason.PURGED)
 
-    def worker_started(self, now: float) -> None:
-        is_first = self._state.counts.worker_deaths == 0
-        self._core.do(now, lambda: self._state.worker_started(now))
-        self._core.journal.worker_started(now, Reason.NODE_AWAY if is_first else Reason.WORKER_DIED)
-        self._operating.worker_started(now)
+    def worker_started(self, now: float, worker: WorkerName = WorkerName.STORAGE) -> None:
+        if worker is WorkerName.DISK:
+            self._core.do(now, lambda: self._state.disk_worker_started(now))
+        else:
+            is_first = self._state.counts.worker_deaths == 0
+            self._core.do(now, lambda: self._state.worker_started(now))
+            self._core.journal.worker_started(now, Reason.NODE_AWAY if is_first else Reason.WORKER_DIED)
+        self._operating.worker_started(now, worker)
 
-    def worker_died(self, now: float) -> None:
-        self._core.do(now, lambda: self._state.worker_died(now))
+    def worker_died(self, now: float, worker: WorkerName = WorkerName.STORAGE) -> None:
+        died = self._state.disk_worker_died if worker is WorkerName.DISK else self._state.worker_died
+        self._core.do(now, lambda: died(now))
+        self._operating.worker_died(now, worker)
 
     def host_limit(self, num_bytes: int, now: float, *, earlier_bytes: int = 0) -> None:
         self._core.do(now, lambda: self._state.host_limit(num_bytes, now, earlier_bytes=earlier_bytes))
 
-    def nvme_limit(self, num_bytes: int, now: float) -> None:
-        self._core.do(now, lambda: self._state.nvme_limit(num_bytes, now))
+    def tier_limit(self, num_bytes: int, now: float, worker: WorkerName) -> None:
+        """Of the tier that it has the files of."""
+        limit = self._state.disk_limit if worker is WorkerName.DISK else self._state.nvme_limit
+        self._core.do(now, lambda: limit(num_bytes, now))
 
     # ---- time
 

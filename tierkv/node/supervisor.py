@@ -28,7 +28,7 @@ from tierkv.core.starts import LastEnd
 from tierkv.errors import ConfigError, DataDirectoryNewer, IncompleteError, TierkvError, WireError
 from tierkv.node.admission import Admission
 from tierkv.node.arena import are_huge_pages_possible
-from tierkv.node.children import FIRST_DELAY_SECONDS, Backoff, Child, IndexSuspicion
+from tierkv.node.children import Backoff, Child
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import (
     AnyControlMessage,
@@ -45,9 +45,11 @@ from tierkv.node.control import (
     SessionEnded,
     Shutdown,
     WorkerDied,
+    WorkerName,
     WorkerRecovered,
     ZeroMemory,
 )
+from tierkv.node.disk_check import require_disk_directory
 from tierkv.node.gateway_process import GatewayProcess
 from tierkv.node.held_directory import HeldDirectory
 from tierkv.node.host_share import HostShare
@@ -55,6 +57,7 @@ from tierkv.node.incarnation import Incarnation
 from tierkv.node.lock import lock_socket_directory
 from tierkv.node.memory_room import require_memory
 from tierkv.node.recorder_process import RecorderProcess
+from tierkv.node.session_socket import SessionSocket
 from tierkv.node.sessions import Asked, Ended, Event, HungUp, Sessions
 from tierkv.node.socket_folder import (
     claim_inline_folder,
@@ -71,16 +74,21 @@ from tierkv.node.start_checks import (
 )
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.node.watchdog import Verdict, Watchdog
+from tierkv.node.worker_command import WorkerResources, start_disk_worker, start_storage_worker
+from tierkv.node.worker_watch import WorkerWatch
 from tierkv.storage.boot import boot_id
-from tierkv.wire.session import SESSION_SOCKET_NAME
 
 GIVE_UP_AFTER = 5
 """Fronts that died in a row before any was ever ready: starting once more would not help."""
 
-SOCKET_CHECK_SECONDS = 20.0
 RETAKE_SECONDS = 1.0
 PATIENCE_AT_START = 10.0
 """Times `hang_seconds` that a front gets until it knows what is on disk: to take in millions of extents is one step."""
+
+DISK_LAST_DELAY_SECONDS = 30.0
+"""So long at most a disk tier that can't be used is left alone: its file system may be mounted late."""
+
+MEMORY_ALONE = {"data_dir": None, "nvme_bytes": None, "disk_dir": None, "disk_bytes": None, "read_only": False}
 
 END_SECONDS = 5.0
 """What the children get, beyond the draining budget, before they are killed."""
@@ -111,6 +119,8 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
     with ExitStack() as owned:
         held: HeldDirectory | None = None
         data_dir_problem = ""
+        if settings.data_dir is not None and settings.disk_dir is not None:
+            require_disk_directory(settings.data_dir, settings.disk_dir)
         if settings.data_dir is not None:
             try:
                 taken = HeldDirectory.take(settings.data_dir, settings.lock_wait_seconds, read_only=settings.read_only)
@@ -119,7 +129,7 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
             except DataDirectoryNewer as error:  # after a way back: what memory can do is done without it
                 data_dir_problem = f"no nvme tier: {error}"
                 log.error("%s; serving from memory alone", error)
-                settings = settings.model_copy(update={"data_dir": None, "nvme_bytes": None, "read_only": False})
+                settings = settings.model_copy(update=MEMORY_ALONE)
         require_metrics_address(settings)
         recording = require_recording(settings)
         if recording is not None:
@@ -172,25 +182,24 @@ class Supervisor:
         self._say = say
         self._clock = NodeClock.start()
         self._incarnation: Incarnation | None = None
-        self._leftover: Child | None = None  # the worker of an incarnation that ended, still to be reaped
+        self._storage = WorkerWatch(WorkerName.STORAGE, self._launch_storage, Backoff())
+        self._disk = WorkerWatch(WorkerName.DISK, self._launch_disk, Backoff(DISK_LAST_DELAY_SECONDS))
+        self._workers = [self._storage] if settings.data_dir is not None else []
+        self._workers += [self._disk] if settings.disk_dir is not None else []
         self._host_share = HostShare(settings.host_bytes)
         self._admission = Admission(sessions)
         self._gateway = GatewayProcess(settings)
         self._recorder = recorder
         self._told_of_recorder: tuple[int, RecorderHeard] | None = None  # which incarnation, and what
         self._front_backoff = Backoff()
-        self._worker_backoff = Backoff()
         self._front_due: float | None = 0.0
-        self._worker_due: float | None = None
         self._growth_due: float | None = None
-        self._socket_check_due = time.monotonic() + SOCKET_CHECK_SECONDS
-        self._socket_inode = self._find_socket()
+        self._session_socket = SessionSocket(settings.socket_dir, sessions, time.monotonic())
         self._boot = boot_id()
         self._last_end: LastEnd | None = None
         self._end_problem = ""
         self._was_ready = False
         self._was_announced = False
-        self._index_suspicion = IndexSuspicion()
         self._watchdog = Watchdog(settings.hang_seconds)
         self._end_due: float | None = None
         self._is_forced = False
@@ -225,7 +234,9 @@ class Supervisor:
         return self._end_due is not None
 
     def _is_over(self) -> bool:
-        return self._is_stopping and self._incarnation is None and self._leftover is None
+        if not self._is_stopping or self._incarnation is not None or self._storage.has_leftover:
+            return False
+        return self._is_forced or not self._disk.has_leftover  # a file server may keep that one from ever ending
 
     def _wait(self) -> set[int]:
         wanted = {self._signals.fileno(): select.POLLIN, self._sessions.fileno(): select.POLLIN}
@@ -234,9 +245,8 @@ class Supervisor:
             if not incarnation.control.ended:
                 wanted[incarnation.control.fileno()] = select.POLLIN | writes
             wanted[incarnation.front.pidfd] = select.POLLIN
-        if (worker := self._leftover or (incarnation.worker if incarnation else None)) is not None:
-            wanted[worker.pidfd] = select.POLLIN
-        wanted |= dict.fromkeys(self._gateway.filenos() + self._recorder.filenos(), select.POLLIN)
+        ends = [fd for worker in self._workers for fd in worker.pidfds()]
+        wanted |= dict.fromkeys(ends + self._gateway.filenos() + self._recorder.filenos(), select.POLLIN)
         for fd in self._polled.keys() - wanted.keys():
             self._poll.unregister(fd)
         for fd, events in wanted.items():
@@ -246,13 +256,13 @@ class Supervisor:
 
     def _timeout_milliseconds(self) -> float:
         times = (
-            self._front_due,
-            self._worker_due,
+            None if self._storage.has_leftover else self._front_due,
+            *(worker.next_due() for worker in self._workers),
             self._growth_due,
             self._gateway.due,
             self._recorder.due,
             self._retake_due,
-            self._socket_check_due,
+            self._session_socket.due,
             self._watchdog.next_due(),
             self._end_due,
             self._sessions.next_deadline(),
@@ -264,21 +274,20 @@ class Supervisor:
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()
-        if self._front_due is not None and self._front_due <= now and self._leftover is None:
+        if self._front_due is not None and self._front_due <= now and not self._storage.has_leftover:
             self._front_due = None
             self._begin_incarnation(now)
-        if self._worker_due is not None and self._worker_due <= now:
-            self._worker_due = None
-            self._start_worker(now)
+        if self._incarnation is not None:
+            for worker in self._workers:
+                worker.start_if_due(self._incarnation, now)
         self._gateway.start_if_due(now)
         self._recorder.start_if_due(now)
         if self._incarnation is not None and self._incarnation.wiper.has_work:
             self._incarnation.zero_some()
         if self._growth_due is not None and self._growth_due <= now:
             self._growth_due = self._host_share.grow(self._incarnation, now) if self._incarnation else None
-        if self._socket_check_due <= now:
-            self._socket_check_due = now + SOCKET_CHECK_SECONDS
-            self._check_socket()
+        if self._session_socket.due <= now:
+            self._session_socket.look(now, is_wanted=not self._is_stopping)
         if self._retake_due is not None and self._retake_due <= now:
             self._retake_due = self._retake(now)
         self._watch_front(now)
@@ -293,13 +302,10 @@ class Supervisor:
             return
         self._front_backoff.started(now)
         try:
-            restarts = self._front_backoff.restarts
-            lock_fd = self._held.lock_fd if self._held is not None else -1
             self._incarnation = Incarnation(
                 self._settings,
                 self._clock,
-                lock_fd,
-                front_restarts=restarts,
+                front_restarts=self._front_backoff.restarts,
                 data_dir_problem=self._data_dir_problem,
                 earlier_bytes=self._host_share.held_bytes,
                 recorder=self._recorder.front_end(),
@@ -314,8 +320,8 @@ class Supervisor:
         log.info("front %d, incarnation %d", self._incarnation.front.pid, self._incarnation.number)
         self._growth_due = now
         self._watchdog.begin(now, patience=PATIENCE_AT_START)
-        if self._settings.data_dir is not None:
-            self._start_worker(now)
+        for worker in self._workers:
+            worker.begin(now)
 
     def _watch_front(self, now: float) -> None:
         """A front whose loop does not turn is worse than none: engines wait for it. Kill it; `_reap` does the rest."""
@@ -351,8 +357,8 @@ class Supervisor:
         return None
 
     def _front_died(self, how: str, now: float) -> None:
-        """All of its incarnation goes. What its worker writes to the old arena harms nobody, but only one may have the
-        index open: the next begins when this one's death is proven."""
+        """All of its incarnation goes. The next one begins when the death of its storage worker is proven: it is to
+        find the files as they will stay."""
         incarnation = self._incarnation
         assert incarnation is not None
         if not (self._is_stopping and self._drained is not None):
@@ -360,8 +366,9 @@ class Supervisor:
         self._last_end = LastEnd.KILLED if incarnation.front.was_killed else LastEnd.CRASHED
         self._end_problem = f"front {how}"
         self._incarnation = None
-        self._leftover = incarnation.worker
-        self._worker_due = self._growth_due = self._retake_due = None
+        for worker in self._workers:
+            worker.incarnation_ended()
+        self._growth_due = self._retake_due = None
         self._watchdog.end()
         incarnation.close()
         self._sessions.tell_ended(incarnation.number)
@@ -375,16 +382,14 @@ class Supervisor:
 
     def _reap(self) -> None:
         now = time.monotonic()
-        if self._leftover is not None and self._leftover.reap() is not None:
-            self._leftover = None
         incarnation = self._incarnation
-        if incarnation is None:
-            return
-        if (how := incarnation.front.reap()) is not None:  # first: its worker ends with it, and has not died by itself
+        if incarnation is not None and (how := incarnation.front.reap()) is not None:
             self._take_control()  # its last words
-            self._front_died(how, now)
-        elif incarnation.worker is not None and (how := incarnation.worker.reap()) is not None:
-            self._worker_died(incarnation, incarnation.worker, how, now)
+            self._front_died(how, now)  # first: its workers end with it, and have not died by themselves
+        for worker in self._workers:
+            died = worker.reap(now, is_stopping=self._is_stopping)
+            if died is not None and self._incarnation is not None:
+                self._tell(self._incarnation, WorkerDied(worker=worker.name, pid=died.pid, problem=died.how))
 
     def _hear_gateway(self) -> None:
         heard = self._gateway.look()
@@ -400,10 +405,8 @@ class Supervisor:
     def _kill_children(self) -> None:
         if self._incarnation is not None:
             self._incarnation.front.kill()
-            if self._incarnation.worker is not None:
-                self._incarnation.worker.kill()
-        if self._leftover is not None:
-            self._leftover.kill()
+        for worker in self._workers:
+            worker.kill()
 
     def _end_by_force(self, now: float) -> None:
         """The first time: kill what is left. Again: what even that does not end waits for a disk that does not answer.
@@ -422,38 +425,36 @@ class Supervisor:
         self._recorder.kill()
         if self._incarnation is not None:
             self._incarnation.front.wait()
-            self._leftover = self._leftover or self._incarnation.worker
             self._incarnation.close()
             self._incarnation = None
-        if self._leftover is not None:
-            self._leftover.wait()
-            self._leftover = None
+        for worker in self._workers:
+            worker.wait()
 
-    # ---- the storage worker
+    # ---- workers
 
-    def _start_worker(self, now: float) -> None:
-        if self._incarnation is None or self._incarnation.worker is not None:
-            return
-        self._worker_backoff.started(now)
-        discard = self._index_suspicion.is_strong
-        restarts = self._worker_backoff.restarts
-        self._incarnation.start_worker(restarts=restarts, discard_index=discard)
-        if discard:
-            log.warning("setting the index aside: the storage worker died before it had recovered")
+    def _launch_storage(self, resources: WorkerResources, *, sends_rows: bool, discard_index: bool) -> Child:
+        assert self._held is not None, "without a data directory there is none"
+        return start_storage_worker(
+            self._settings,
+            resources,
+            self._clock,
+            self._held.lock_fd,
+            sends_rows=sends_rows,
+            discard_index=discard_index,
+        )
 
-    def _worker_died(self, incarnation: Incarnation, worker: Child, how: str, now: float) -> None:
-        incarnation.worker_ended()
-        self._tell(incarnation, WorkerDied(pid=worker.pid, problem=how))
-        if self._is_stopping and worker.succeeded:
-            return
-        if worker.succeeded:  # it has seen the end of its channel: the front is about to be found dead, or let it go
-            log.info("storage worker %d has ended: the front spoke to it no more", worker.pid)
-            self._worker_due = now + FIRST_DELAY_SECONDS
-            return
-        log.error("storage worker %d %s", worker.pid, how)
-        if not incarnation.is_recovered:
-            self._index_suspicion.worker_died(was_killed=worker.was_killed)
-        self._worker_due = self._worker_backoff.died(now)
+    def _launch_disk(self, resources: WorkerResources, *, sends_rows: bool, discard_index: bool) -> Child:
+        return start_disk_worker(
+            self._settings, resources, self._clock, sends_rows=sends_rows, discard_index=discard_index
+        )
+
+    def _recovered(self, incarnation: Incarnation, name: WorkerName) -> None:
+        for worker in self._workers:
+            if worker.name == name:
+                worker.recovered()
+        if name == WorkerName.STORAGE:
+            self._watchdog.begin(time.monotonic())
+            self._announce(incarnation)
 
     # ---- control messages
 
@@ -483,16 +484,12 @@ class Supervisor:
             case Pong():
                 self._watchdog.heard()
             case WorkerRecovered():
-                incarnation.is_recovered = True
-                self._watchdog.begin(time.monotonic())
-                self._index_suspicion.cleared()
-                self._announce(incarnation)
+                self._recovered(incarnation, message.worker)
             case DirectoryGone():
                 self._retake_due = time.monotonic() if message.problem else None
             case ReplaceWorker():
-                if incarnation.worker is not None and incarnation.worker.pid == message.pid:
-                    log.error("replacing storage worker %d: %s", message.pid, message.problem)
-                    incarnation.worker.kill()
+                for worker in self._workers:
+                    worker.replace(message.pid, message.problem)
             case ZeroMemory():
                 incarnation.wiper.add(message.op, message.ranges)
             case Drained():
@@ -501,7 +498,7 @@ class Supervisor:
                 raise WireError("malformed", f"a supervisor is not told {type(message).__name__}")
 
     def _announce(self, incarnation: Incarnation) -> None:
-        is_recovered = incarnation.is_recovered or self._settings.data_dir is None
+        is_recovered = self._storage.is_recovered or self._settings.data_dir is None
         if incarnation.is_ready and is_recovered and not self._was_announced:
             self._was_announced = True
             self._say(f"ready: {self._settings.socket_dir}")
@@ -535,26 +532,7 @@ class Supervisor:
             log.info("the arena of incarnation %d is free", number)
             self._growth_due = time.monotonic()
 
-    # ---- sockets and signals
-
-    def _find_socket(self) -> int | None:
-        try:
-            return os.stat(self._settings.socket_dir / SESSION_SOCKET_NAME, follow_symlinks=False).st_ino
-        except OSError:
-            return None
-
-    def _check_socket(self) -> None:
-        """A cleaner of temporary files may have deleted the socket's file: nobody new could connect."""
-        if self._is_stopping or self._find_socket() == self._socket_inode:
-            return
-        log.warning("the session socket was deleted or replaced; making it again")
-        try:
-            claim_socket_folder(self._settings.socket_dir)
-            self._sessions.replace_listener(listen_for_sessions(self._settings.socket_dir))
-        except ConfigError as error:
-            log.error("nobody new can connect: %s", error)
-            return
-        self._socket_inode = self._find_socket()
+    # ---- signals
 
     def _on_signals(self) -> None:
         for name in stop_signals_in(self._signals.recv(64)):

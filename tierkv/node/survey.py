@@ -7,21 +7,20 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from blake3 import blake3
 
 import tierkv
 from tierkv.core.counters import Counters
-from tierkv.core.instructions import JournalHealth
+from tierkv.core.instructions import JournalHealth, TierHealth
 from tierkv.core.usage import GroupUsage, TierBytes
 from tierkv.metrics import Snapshot
 from tierkv.metrics.snapshot import copy_counters
-from tierkv.node.control import GatewayHeard, RecorderHeard
+from tierkv.node.control import GatewayHeard, RecorderHeard, WorkerName
 from tierkv.node.core_calls import CoreCalls
-from tierkv.node.mover import NAME as STORAGE
-from tierkv.node.mover import SILENT_SECONDS
+from tierkv.node.mover import SILENT_SECONDS, WorkerState
 from tierkv.node.outbox import Outbox
 from tierkv.wire.messages import NvmeWear, PrefillRow, StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
 
@@ -38,6 +37,7 @@ class NodeState:
     incarnation: int
     data_dir: str
     has_nvme: bool
+    disk_dir: str = ""
     read_only: bool = False
     supervisor_pid: int
     front_restarts: int
@@ -62,7 +62,7 @@ class NodeState:
         return "silent" if now - self.gateway_heard_at > GATEWAY_SILENT_SECONDS else "running"
 
     ping_seconds: float = 0.0  # how often the supervisor asks; 0: it does not
-    nvme_shortage: str = ""
+    shortages: dict[str, str] = field(default_factory=dict)  # of room, by worker
 
 
 class Survey:
@@ -70,6 +70,7 @@ class Survey:
         self._core = core
         self._state = core.state
         self._worker = core.mover.worker
+        self._disk = core.disk.worker
         self._outbox = outbox
         self._node = node
         self._began = node.began
@@ -84,6 +85,7 @@ class Survey:
             incarnation=self._node.incarnation,
             uptime_seconds=time.monotonic() - self._node.started,
             data_dir=self._node.data_dir,
+            disk_dir=self._node.disk_dir,
             recovery_stage=worker.stage if self._state.is_recovering else "",
             recovery_done=worker.done,
             recovery_total=worker.total,
@@ -134,8 +136,8 @@ class Survey:
             index_bytes=health.index_bytes if health else 0,
             journal=health.journal if health else JournalHealth(),
             journal_dropped=self._core.journal.all_dropped(health.journal.dropped if health else {}),
-            quarantined_bytes=health.quarantined_bytes if health else 0,
-            quarantined_files=health.quarantined_files if health else 0,
+            quarantined_bytes=sum(one.quarantined_bytes for one in self._healths()),
+            quarantined_files=sum(one.quarantined_files for one in self._healths()),
             dirty_extents=dirty.extents,
             dirty_bytes=dirty.num_bytes,
             wear=state.wear(now),
@@ -144,15 +146,10 @@ class Survey:
             sessions=state.num_sessions,
             leases=state.num_leases,
             tickets=state.num_tickets,
-            queues={
-                "reads": state.num_reads_waiting,
-                "writes": state.num_writes_waiting,
-                "leases": len(self._core.leases),
-                "seals": len(self._core.seals),
-            },
+            queues=self._core.queues(),
             latencies={name: latency.copy() for name, latency in self._outbox.latencies.items()},
             worker_restarts=self._restarts(),
-            io_errors=dict(_io_errors(worker.errors)),
+            io_errors=dict(_io_errors(Counter(worker.errors) + Counter(self._disk.errors))),
             request_errors=dict(self._outbox.errors),
             dropped_replies=self._outbox.dropped,
             slow_sessions=self._outbox.slow_sessions,
@@ -160,7 +157,9 @@ class Survey:
         )
 
     def _restarts(self) -> dict[str, int]:
-        restarts = {"front": self._node.front_restarts, STORAGE: self._worker.restarts}
+        restarts = {"front": self._node.front_restarts, WorkerName.STORAGE.value: self._worker.restarts}
+        if self._node.disk_dir:
+            restarts[WorkerName.DISK.value] = self._disk.restarts
         if self._node.has_gateway:
             restarts[GATEWAY] = self._node.gateway_heard.restarts if self._node.gateway_heard else 0
         if self._core.recording.is_on:
@@ -190,7 +189,7 @@ class Survey:
         return "degraded" if problems else "ready"
 
     def _problems(self, now: float) -> Iterator[str]:
-        worker, health = self._worker, self._worker.health
+        health = self._worker.health
         if self._node.host_problem:
             yield self._node.host_problem
         if self._node.metrics_problem:
@@ -203,18 +202,17 @@ class Survey:
             yield f"the supervisor has said nothing for {now - self._node.supervisor_heard:.0f} s"
         if not self._node.has_nvme:
             return
-        if not worker.is_up:
-            yield f"the storage worker {worker.problem or 'is not running'}; it is being started again"
-        elif worker.is_silent(now):
-            yield f"the storage worker has said nothing for {now - worker.heard:.0f} s"
-        if health is not None and not health.writable and not self._node.read_only:
-            yield f"nvme is not written to: {health.reason or 'unknown'} {health.problem}".rstrip()
-        if health is not None and not health.readable:
-            yield "nvme is not read from: a read has not come back"
-        elif health is not None and health.read_problem:
-            yield f"nvme can't be read: {health.read_problem}"
+        if not self._worker.is_up:
+            yield f"the storage worker {self._worker.problem or 'is not running'}; it is being started again"
+        yield from _tier_problems("nvme", WorkerName.STORAGE, self._worker, now, read_only=self._node.read_only)
         if health is not None and health.index_problem:
             yield f"the index is not written, so the next start takes longer: {health.index_problem}"
+        if not self._node.disk_dir:
+            return
+        if not self._disk.is_up:
+            yield f"the disk tier is away, and tried again: {self._disk.why_away()}"
+        else:
+            yield from _tier_problems("disk", WorkerName.DISK, self._disk, now, read_only=self._node.read_only)
 
     def _is_supervisor_silent(self, now: float) -> bool:
         """It asks for a sign of life now and then; three times without that is no accident."""
@@ -223,8 +221,7 @@ class Survey:
 
     def _warnings(self, now: float) -> Iterator[str]:
         """What an operator may want to change; nothing is wrong with the node."""
-        if self._node.nvme_shortage:
-            yield self._node.nvme_shortage
+        yield from (shortage for shortage in self._node.shortages.values() if shortage)
         if self._worker.health is not None and self._worker.health.direct_problem:
             yield f"files are transferred without O_DIRECT: {self._worker.health.direct_problem}"
         journal = self._worker.health.journal if self._worker.health is not None else JournalHealth()
@@ -239,7 +236,8 @@ class Survey:
             yield f"{found.unreadable_pins} records of pins can't be read; the log names them: pin these anew"
         yield from self._about_recording(now)
         if self._node.read_only:
-            yield "read_only is set: files are read, nothing is written to the data directory"
+            where = "the data directory or the disk directory" if self._node.disk_dir else "the data directory"
+            yield f"read_only is set: files are read, nothing is written to {where}"
 
     def _about_recording(self, now: float) -> Iterator[str]:
         recording = self._core.recording
@@ -275,16 +273,21 @@ class Survey:
             heard = max(0.0, now - node.gateway_heard_at)
             yield WorkerStatus(GATEWAY, sign.pid, node.describe_gateway(now), sign.restarts, heard, sign.problem)
         if node.has_nvme:
-            heard = max(0.0, now - worker.heard)
-            yield WorkerStatus(STORAGE, worker.pid, worker.describe(now), worker.restarts, heard, worker.problem)
+            yield _status_of(WorkerName.STORAGE, worker, now)
+        if node.disk_dir:
+            yield _status_of(WorkerName.DISK, self._disk, now)
         if self._core.recording.is_on:
             yield self._recorder(now)
+
+    def _healths(self) -> list[TierHealth]:
+        return [worker.health for worker in (self._worker, self._disk) if worker.health is not None]
 
     def _tiers(self) -> tuple[TierUsage, ...]:
         return tuple(self._tier(tier) for tier in self._state.tiers())
 
     def _tier(self, tier: TierBytes) -> TierUsage:
-        health = self._worker.health if tier.tier == "nvme" else None
+        health = {"nvme": self._worker.health, "disk": self._disk.health}.get(tier.tier)
+        reads, writes = self._speeds(tier.tier)
         return TierUsage(
             tier=tier.tier,
             capacity_bytes=tier.capacity_bytes,
@@ -299,7 +302,23 @@ class Survey:
             problem=health.problem if health else "",
             errors=sum(health.errors.values()) if health else 0,
             last_error=health.last_error if health else "",
+            read_bytes_per_second=reads,
+            write_bytes_per_second=writes,
         )
+
+    def _speeds(self, tier: str) -> tuple[int, int]:
+        """Of reading and of writing, one operation by itself, since this front began. 0: nothing to tell from."""
+        counts = self._state.counts
+        match tier:
+            case "nvme":
+                sums = (counts.nvme_read_bytes, counts.nvme_read_seconds)
+                written = (counts.nvme_written_bytes, counts.nvme_write_seconds)
+            case "disk":
+                sums = (counts.disk_read_bytes, counts.disk_read_seconds)
+                written = (counts.disk_written_bytes, counts.disk_write_seconds)
+            case _:
+                return 0, 0
+        return _rate(*sums), _rate(*written)
 
     def _counters(self) -> dict[str, float]:
         counters = dict(_flatten(self._state.counts))
@@ -309,6 +328,27 @@ class Survey:
         counters["slow_sessions"] = self._outbox.slow_sessions
         counters["skipped_touches"] = self._worker.skipped_touches
         return counters
+
+
+def _rate(num_bytes: int, seconds: float) -> int:
+    return round(num_bytes / seconds) if seconds > 0 else 0
+
+
+def _status_of(name: WorkerName, worker: WorkerState, now: float) -> WorkerStatus:
+    heard = max(0.0, now - worker.heard)
+    return WorkerStatus(name, worker.pid, worker.describe(now), worker.restarts, heard, worker.problem)
+
+
+def _tier_problems(tier: str, name: WorkerName, worker: WorkerState, now: float, *, read_only: bool) -> Iterator[str]:
+    health = worker.health
+    if worker.is_silent(now):
+        yield f"the {name} worker has said nothing for {now - worker.heard:.0f} s"
+    if health is not None and not health.writable and not read_only:
+        yield f"{tier} is not written to: {health.reason or 'unknown'} {health.problem}".rstrip()
+    if health is not None and not health.readable:
+        yield f"{tier} is not read from: a read has not come back"
+    elif health is not None and health.read_problem:
+        yield f"{tier} can't be read: {health.read_problem}"
 
 
 def _flatten(counts: Counters) -> Iterator[tuple[str, float]]:
@@ -347,6 +387,7 @@ def _usage_row(row: GroupUsage) -> UsageRow:
         tokens=row.tokens,
         host_bytes=row.host_bytes,
         nvme_bytes=row.nvme_bytes,
+        disk_bytes=row.disk_bytes,
         last_used=row.last_used,
         persistent=row.persistent,
         reachable=row.reachable,

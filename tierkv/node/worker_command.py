@@ -1,4 +1,4 @@
-"""How a storage worker is started: what it inherits, and what it is told."""
+"""How workers are started: what they inherit, and what they are told."""
 
 from __future__ import annotations
 
@@ -8,35 +8,51 @@ from dataclasses import dataclass
 from tierkv.config import Settings
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
+from tierkv.workers.disk_config import DiskWorkerConfig
 from tierkv.workers.worker_config import WorkerConfig
 
 WORKER_MODULE = "tierkv.workers.storage"
+DISK_WORKER_MODULE = "tierkv.workers.disk"
 SECONDS_A_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
-    """Descriptors that it inherits; ours stay open here. With the lock's open file it also holds the lock, so that no
-    second node starts while it still writes. The lifeline ends when the supervisor does."""
+    """Descriptors that a worker inherits; ours stay open here. The lifeline ends when the supervisor does."""
 
     channel_fd: int
     arena_fd: int
     arena_bytes: int
     lifeline_fd: int
-    lock_fd: int
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.channel_fd, self.arena_fd, self.lifeline_fd]
 
 
-def start_worker(
-    settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
+def start_storage_worker(
+    settings: Settings,
+    resources: WorkerResources,
+    clock: NodeClock,
+    lock_fd: int,
+    *,
+    sends_rows: bool,
+    discard_index: bool,
 ) -> Child:
-    """`discard_index`: the last worker died before it could use the index, so it is set aside and rebuilt."""
-    config = worker_config(settings, resources, clock, sends_rows=sends_rows, discard_index=discard_index)
-    inherited = [resources.channel_fd, resources.arena_fd, resources.lifeline_fd, resources.lock_fd]
-    return Child(WORKER_MODULE, [config.encode()], inherited)
+    """With the lock's open file it also holds the lock, so that no second node starts while it still writes.
+    `discard_index`: the last worker died before it could use the index, so it is set aside and rebuilt."""
+    config = worker_config(settings, resources, clock, lock_fd, sends_rows=sends_rows, discard_index=discard_index)
+    return Child(WORKER_MODULE, [config.encode()], [*resources.descriptors, lock_fd])
 
 
 def worker_config(
-    settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
+    settings: Settings,
+    resources: WorkerResources,
+    clock: NodeClock,
+    lock_fd: int,
+    *,
+    sends_rows: bool,
+    discard_index: bool,
 ) -> WorkerConfig:
     return WorkerConfig(
         data_dir=str(settings.data_dir),
@@ -44,7 +60,7 @@ def worker_config(
         arena_fd=resources.arena_fd,
         arena_bytes=resources.arena_bytes,
         lifeline_fd=resources.lifeline_fd,
-        lock_fd=resources.lock_fd,
+        lock_fd=lock_fd,
         parent_pid=os.getpid(),
         wall_zero=clock.wall_zero,
         monotonic_zero=clock.monotonic_zero,
@@ -58,6 +74,42 @@ def worker_config(
         reconcile_seconds=settings.reconcile_seconds,
         journal_bytes=settings.journal_bytes,
         journal_seconds=settings.journal_days * SECONDS_A_DAY,
+        read_only=settings.read_only,
+        sends_rows=sends_rows,
+        discard_index=discard_index,
+        log_level=settings.log_level,
+    )
+
+
+def start_disk_worker(
+    settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
+) -> Child:
+    """It holds no lock: one that a file server keeps from dying must not keep the node from starting anew."""
+    config = disk_worker_config(settings, resources, clock, sends_rows=sends_rows, discard_index=discard_index)
+    return Child(DISK_WORKER_MODULE, [config.encode()], resources.descriptors)
+
+
+def disk_worker_config(
+    settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
+) -> DiskWorkerConfig:
+    return DiskWorkerConfig(
+        data_dir=str(settings.data_dir),
+        disk_dir=str(settings.disk_dir),
+        channel_fd=resources.channel_fd,
+        arena_fd=resources.arena_fd,
+        arena_bytes=resources.arena_bytes,
+        lifeline_fd=resources.lifeline_fd,
+        parent_pid=os.getpid(),
+        wall_zero=clock.wall_zero,
+        monotonic_zero=clock.monotonic_zero,
+        io_threads=2 * settings.disk_inflight,  # demotions and reads, each so many
+        direct_io=settings.direct_io == "auto",
+        quarantine_bytes=settings.quarantine_bytes,
+        quarantine_seconds=settings.quarantine_days * SECONDS_A_DAY,
+        reserve_bytes=settings.disk_reserve_bytes,
+        index_map_bytes=settings.index_map_bytes,
+        stuck_seconds=settings.stuck_seconds,
+        rescan_seconds=settings.disk_rescan_seconds,
         read_only=settings.read_only,
         sends_rows=sends_rows,
         discard_index=discard_index,

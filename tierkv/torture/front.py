@@ -65,8 +65,8 @@ def held_report(method: Callable[..., Any]) -> Callable[..., Any]:
     return report
 
 
-def limits_of(settings: FrontSettings, nvme_bytes: int) -> Limits:
-    return dataclasses.replace(_limits_of(settings, nvme_bytes), staged_seconds=STAGED_SECONDS)
+def limits_of(settings: FrontSettings, nvme_bytes: int, disk_bytes: int) -> Limits:
+    return dataclasses.replace(_limits_of(settings, nvme_bytes, disk_bytes), staged_seconds=STAGED_SECONDS)
 
 
 _limits_of = front.limits_of

@@ -39,6 +39,7 @@ class Loaded:
     nvme_blocks: int
     reason: str
     wrong: str = ""
+    disk_blocks: int = 0
 
     @property
     def is_wrong(self) -> bool:
@@ -128,7 +129,7 @@ class StampedEngine:
             valid = lease.copy_into(destination)
             right = count_right(destination, keys, valid)
             wrong = "" if right == valid else self.explain(destination[right], keys, right)
-            return Loaded(lease.blocks, valid, right, lease.nvme_blocks, lease.reason or "", wrong)
+            return Loaded(lease.blocks, valid, right, lease.nvme_blocks, lease.reason or "", wrong, lease.disk_blocks)
 
     def explain(self, row: np.ndarray, keys: bytes, block: int) -> str:
         """Where the block of that number among `keys` is wrong, and whose bytes are there."""

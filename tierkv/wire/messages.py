@@ -167,7 +167,7 @@ class OpenGroup(Request, frozen=True, kw_only=True, tag=True):
 
 class MatchReply(Reply, frozen=True, kw_only=True, tag=True):
     """`blocks` from token 0 without a hole, in every rank; of these `host_blocks` are in host memory now, the rest
-    on NVMe."""
+    on NVMe or in the disk tier."""
 
     blocks: Count
     host_blocks: Count
@@ -205,7 +205,7 @@ class LeasePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
-    """A lease on `blocks` blocks from token 0, of which the last `nvme_blocks` were promoted for it.
+    """A lease on `blocks` blocks from token 0, of which the last `nvme_blocks` and `disk_blocks` were promoted for it.
 
     `cached_blocks` is what Match would have said: more than `blocks` when the deadline or the room was short,
     which `reason` names. A lease of 0 blocks needs no release. A session with inline payload gets no `parts`: it reads
@@ -217,6 +217,7 @@ class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
     cached_blocks: Count
     parts: Annotated[tuple[LeasePart, ...], Meta(max_length=1_024)]
     reason: str = ""
+    disk_blocks: Count = 0
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -432,12 +433,14 @@ class UsageRow(msgspec.Struct, frozen=True):
     last_used: float
     persistent: bool
     reachable: bool
+    disk_bytes: int = 0
 
 
 class TierUsage(msgspec.Struct, frozen=True):
     """`used + reserved + overhead <= capacity` at every instant, in bytes. `state` ok or degraded; then `reason` is of
     the closed list and `problem` says it in words. `errors` file operations have failed since its worker's start, the
-    last one as `last_error` tells."""
+    last one as `last_error` tells. Bytes a second of one read or write by itself, since the front began; 0: none
+    yet."""
 
     tier: str
     capacity_bytes: int
@@ -452,6 +455,8 @@ class TierUsage(msgspec.Struct, frozen=True):
     problem: str = ""
     errors: int = 0
     last_error: str = ""
+    read_bytes_per_second: int = 0
+    write_bytes_per_second: int = 0
 
 
 class NvmeWear(msgspec.Struct, frozen=True):
@@ -543,6 +548,7 @@ class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     warnings: tuple[str, ...] = ()
     found: dict[str, int] = {}
     recording: RecordingStatus | None = None
+    disk_dir: str = ""
 
 
 class Status(Request, frozen=True, kw_only=True, tag=True):
@@ -556,7 +562,8 @@ class WarmupReply(Reply, frozen=True, kw_only=True, tag=True):
 
     `already_bytes` were in host memory before; with them `promoted_bytes` grow to `total_bytes`, which is 0 from a node
     that does not know, and grows at first, while the plan is made. `yielding`: nothing is read now, because requests
-    wait for reads of their own. `reason` is empty when everything that was asked for has been promoted."""
+    wait for reads of their own. `disk_bytes` of the promoted ones came from the disk tier. `reason` is empty when
+    everything that was asked for has been promoted."""
 
     done_extents: Count
     total_extents: Count
@@ -568,11 +575,13 @@ class WarmupReply(Reply, frozen=True, kw_only=True, tag=True):
     reason: str = ""
     total_bytes: Count = 0
     yielding: bool = False
+    disk_bytes: Count = 0
 
 
 class Warmup(Request, frozen=True, kw_only=True, tag=True):
-    """Promote extents from NVMe to host memory, first what is expected to save most for its size, parents before
-    children, until `budget_bytes` of what was asked for are there (0: until host memory is full but for a 32nd part).
+    """Promote extents from NVMe and the disk tier to host memory, first what is expected to save most for its size,
+    parents before children, until `budget_bytes` of what was asked for are there (0: until host memory is full but for
+    a 32nd part).
 
     Asked for is what has a `fingerprint` that begins so, belongs to `tenant` (a salt, or the 8 digits of its digest
     that Usage shows; empty: to none; absent: to anybody), and was stored or used in the last `since_seconds` (0: ever).
@@ -589,15 +598,17 @@ class Warmup(Request, frozen=True, kw_only=True, tag=True):
 
 
 class DamagedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A file below the data directory, and what is wrong with it."""
+    """A file below the data directory, or below the disk directory where `tier` says so, and what is wrong with it."""
 
     path: str
     reason: str
+    tier: str = "nvme"
 
 
 class VerifyReply(Reply, frozen=True, kw_only=True, tag=True):
-    """`damaged` lists what was found since the last reply of this job; the other numbers are of the whole job.
-    `set_aside_files` of the damaged ones were moved to quarantine."""
+    """`damaged` lists what was found since the last reply of this job; the other numbers are of the whole job, of all
+    tiers together. `set_aside_files` of the damaged ones were moved to quarantine. `problem`: why the disk tier was not
+    looked at, or not to its end."""
 
     checked_files: Count
     total_files: Count
@@ -606,6 +617,7 @@ class VerifyReply(Reply, frozen=True, kw_only=True, tag=True):
     damaged: tuple[DamagedEntry, ...]
     finished: bool
     set_aside_files: Count = 0
+    problem: str = ""
 
 
 class Verify(Request, frozen=True, kw_only=True, tag=True):
@@ -634,9 +646,10 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     across a power loss; some bytes are still held), gone. Ask again with the same `job` until `finished`.
 
     What was found when it was asked for: `extents`, `blocks`, `tokens`, `host_bytes`, `nvme_bytes`. What has been
-    removed from disk: `removed_files` and their bytes, those in quarantine and temp files of dead writers apart, and
-    `index_rows`. What still holds some of it: `leases` and `tickets` of engines with `held_bytes`, `wiping_bytes` of
-    host memory that are being zeroed, and `earlier_bytes`: arenas of earlier fronts that engines still have mapped.
+    removed from disk: `removed_files` and their bytes (so many of them in the disk tier), those in quarantine and temp
+    files of dead writers apart, and `index_rows`. What still holds some of it: `leases` and `tickets` of engines with
+    `held_bytes`, `wiping_bytes` of host memory that are being zeroed, and `earlier_bytes`: arenas of earlier fronts
+    that engines still have mapped.
     What was left: `left_files` that are not tierkv's or of a newer format, and `unknown_groups` on disk that don't say
     whose they are. `recorded`: the purge would be gone on with after a crash. Times are the node's, 0 for not yet.
     `reason`: why it does not get on; it is tried again every second.
@@ -669,6 +682,8 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     unreachable: float
     gone: float
     reason: str = ""
+    removed_disk_files: Count = 0
+    removed_disk_bytes: Count = 0
 
 
 class Purge(Request, frozen=True, kw_only=True, tag=True):
@@ -761,9 +776,9 @@ class EvictionRow(msgspec.Struct, frozen=True):
 
 
 class TopReply(Reply, frozen=True, kw_only=True, tag=True):
-    """`queues`: reads, writes, leases and seals that wait. The hottest prefixes first, the latest evictions first.
-    `prefill_tokens_per_second` is the setting: what savings in seconds are reckoned with, at the begin of a prompt,
-    where engines have not told their own (PrefillRow)."""
+    """`queues`: reads, writes, demotions (with a disk tier), leases and seals that wait. The hottest prefixes first; of
+    evictions the latest. `prefill_tokens_per_second` is the setting: what savings in seconds are reckoned with, at
+    the begin of a prompt, where engines have not told their own (PrefillRow)."""
 
     now: float
     queues: dict[str, int]
@@ -950,10 +965,11 @@ class Evictions(Request, frozen=True, kw_only=True, tag=True):
 
 
 class AuditReply(Reply, frozen=True, kw_only=True, tag=True):
-    """Ask again with the same `job` until `finished`. `stage`: memory, files or table, `done` of `total` extents or
-    groups. When `finished`: `groups` are the files that were counted, `host_bytes` the slots of host memory, and
-    `table` is the table of differences. `problem`: what could not be looked at. `known` false: there is no difference
-    of the number that was to be resolved."""
+    """Ask again with the same `job` until `finished`. `stage`: memory, files, table or disk, `done` of `total` extents
+    or groups. When `finished`: `groups` are the files that were counted, `host_bytes` the slots of host memory, and
+    `table` is the table of differences. `disk_groups`: what lies in the disk directory, which others may share, and as
+    booked what this node knows of it: what differs there is no difference of the table. `problem`: what could not be
+    looked at. `known` false: there is no difference of the number that was to be resolved."""
 
     finished: bool
     stage: str = ""
@@ -964,6 +980,7 @@ class AuditReply(Reply, frozen=True, kw_only=True, tag=True):
     table: tuple[Difference, ...] = ()
     problem: str = ""
     known: bool = True
+    disk_groups: tuple[GroupCount, ...] = ()
 
 
 class Audit(Request, frozen=True, kw_only=True, tag=True):
@@ -1004,6 +1021,7 @@ class Shares(Request, frozen=True, kw_only=True, tag=True):
 class EvictedTier(StrEnum):
     HOST = "host"
     NVME = "nvme"
+    DISK = "disk"
 
 
 class VictimRow(msgspec.Struct, frozen=True):

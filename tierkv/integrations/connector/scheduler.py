@@ -119,8 +119,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What asking has brought: a lease on `blocks`, the last `nvme_blocks` of which came from NVMe, and how many blocks
-    from token 0 the node has."""
+    """What asking has brought: a lease on `blocks`, the last `nvme_blocks` of which came from files, and how many
+    blocks from token 0 the node has."""
 
     lease: Lease | None = None
     blocks: int = 0
@@ -309,7 +309,7 @@ class PrefixScheduler:
             return Answer(
                 lease=lease,
                 blocks=lease.blocks,
-                nvme_blocks=lease.nvme_blocks,
+                nvme_blocks=lease.nvme_blocks + lease.disk_blocks,
                 cached_blocks=cached_blocks,
                 tokens=tokens,
                 reason=reason,
@@ -365,7 +365,7 @@ class PrefixScheduler:
         return True
 
     def nvme_tokens(self, request: str) -> int:
-        """How many of the tokens that are being loaded came from NVMe; the others were in host memory."""
+        """How many of the tokens that are being loaded came from files; the others were in host memory."""
         state = self._requests.get(request)
         return 0 if state is None else state.nvme_blocks * self._settings.block_tokens
 

@@ -33,7 +33,7 @@ def open_group(client: Client, spec: GroupSpec, *, rank: int = 0, block_bytes: i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """The first `blocks` blocks of a lease are in the engine's memory, and proven; the last `nvme_blocks` of them came
-    from NVMe. `reason` says why it is less than the node has."""
+    from NVMe or from the disk tier. `reason` says why it is less than the node has."""
 
     blocks: int
     nvme_blocks: int
@@ -47,7 +47,7 @@ def load_blocks(lease: Lease, destination: BlockWriter) -> Loaded:
     valid = lease.copy_into(destination)
     return Loaded(
         blocks=valid,
-        nvme_blocks=max(0, valid - (lease.blocks - lease.nvme_blocks)),
+        nvme_blocks=max(0, valid - (lease.blocks - lease.nvme_blocks - lease.disk_blocks)),
         reason=lease.reason or (Reason.REVOKED if valid < lease.blocks else None),
     )
 

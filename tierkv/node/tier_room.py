@@ -1,4 +1,4 @@
-"""How much the NVMe tier may hold: what was asked for, but never more than the file system really has.
+"""How much a tier of files, NVMe or disk, may hold: what was asked for, but never more than the file system really has.
 
     real = free + ours - reserve         ours: extents, index, quarantine and temp files together; of what is being
                                          written, what lies on disk already, and not what is reserved for it
@@ -17,12 +17,15 @@ UNKNOWN = 2**62
 _NOTEWORTHY = 64  # growth by less than one part in so many is left alone
 
 
-class NvmeRoom:
+class TierRoom:
     """`asked_bytes` None: the setting leaves it open. `read_only`: what is there is there, whatever was asked for; room
-    for more is of no use, and nothing can be evicted."""
+    for more is of no use, and nothing can be evicted. `tier` is what the settings call it."""
 
-    def __init__(self, asked_bytes: int | None, reserve_bytes: int, *, read_only: bool = False) -> None:
+    def __init__(
+        self, asked_bytes: int | None, reserve_bytes: int, *, read_only: bool = False, tier: str = "nvme"
+    ) -> None:
         self._read_only = read_only
+        self._tier = tier
         self.num_bytes = asked_bytes if asked_bytes is not None else UNKNOWN
         self._asked = asked_bytes
         self._setting = asked_bytes
@@ -63,8 +66,9 @@ class NvmeRoom:
         from tierkv.config.sizes import human_size  # noqa: PLC0415 - rarely needed, and slow to import for a front
 
         return (
-            f"nvme_bytes asks for {human_size(self._setting)}, the disk has room for {human_size(self.num_bytes)} with "
-            f"{human_size(self._reserve)} left free (nvme_reserve_bytes): using that"
+            f"{self._tier}_bytes asks for {human_size(self._setting)}, the disk has room for "
+            f"{human_size(self.num_bytes)} with {human_size(self._reserve)} left free ({self._tier}_reserve_bytes): "
+            f"using that"
         )
 
     def is_news(self, num_bytes: int) -> bool:

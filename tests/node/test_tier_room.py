@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tierkv.core.instructions import ExtentRow, Rows, TierHealth, WriteDone
-from tierkv.node.nvme_room import UNKNOWN, NvmeRoom
+from tierkv.node.tier_room import UNKNOWN, TierRoom
 
 GIB = 2**30
 
@@ -16,7 +16,7 @@ def rows(file_bytes: int) -> Rows:
 
 
 def test_what_was_asked_for_is_given_where_the_disk_has_it() -> None:
-    room = NvmeRoom(10 * GIB, GIB)
+    room = TierRoom(10 * GIB, GIB)
     assert room.num_bytes == 10 * GIB
     room.note(health(free=20 * GIB))
     assert room.at_recovery() is None
@@ -24,7 +24,7 @@ def test_what_was_asked_for_is_given_where_the_disk_has_it() -> None:
 
 
 def test_files_that_are_there_already_count_as_room() -> None:
-    room = NvmeRoom(10 * GIB, GIB)
+    room = TierRoom(10 * GIB, GIB)
     room.note(rows(8 * GIB))
     room.note(health(free=4 * GIB))
     assert room.at_recovery() is None  # 8 + 4 - 1 = 11 GiB, more than asked for
@@ -34,7 +34,7 @@ def test_files_that_are_there_already_count_as_room() -> None:
 
 
 def test_the_open_setting_takes_ours_and_four_fifths_of_what_is_free_once() -> None:
-    room = NvmeRoom(None, 0)
+    room = TierRoom(None, 0)
     assert room.num_bytes == UNKNOWN
     room.note(rows(3 * GIB))
     room.note(health(free=10 * GIB, overhead=GIB))
@@ -44,7 +44,7 @@ def test_the_open_setting_takes_ours_and_four_fifths_of_what_is_free_once() -> N
 
 
 def test_other_data_takes_from_it_and_gives_back() -> None:
-    room = NvmeRoom(8 * GIB, GIB)
+    room = TierRoom(8 * GIB, GIB)
     room.note(health(free=10 * GIB))
     assert room.at_recovery() is None
     room.note(health(free=2 * GIB))
@@ -58,13 +58,13 @@ def test_other_data_takes_from_it_and_gives_back() -> None:
 
 
 def test_a_disk_full_of_other_data_leaves_no_room_but_never_none_at_all() -> None:
-    room = NvmeRoom(8 * GIB, 2 * GIB)
+    room = TierRoom(8 * GIB, 2 * GIB)
     room.note(health(free=GIB))
     assert room.at_health(0) == 1  # 0 would mean that there is no such tier
 
 
 def test_a_shortage_is_news_once_and_again_when_it_has_grown_by_an_eighth() -> None:
-    room = NvmeRoom(8 * GIB, 0)
+    room = TierRoom(8 * GIB, 0)
     news = []
     for free in (4 * GIB, 4 * GIB - 4096, GIB * 7 // 2 + 8192, GIB * 3, 9 * GIB, 4 * GIB):
         room.note(health(free=free))
@@ -75,7 +75,7 @@ def test_a_shortage_is_news_once_and_again_when_it_has_grown_by_an_eighth() -> N
 
 def test_what_came_or_went_while_the_worker_looked_is_not_counted_twice() -> None:
     mib = 2**20
-    room = NvmeRoom(1000 * mib, 0)
+    room = TierRoom(1000 * mib, 0)
     room.note(health(free=100 * mib))
     assert room.at_recovery() == 100 * mib
     room.note(WriteDone(op=1, file_bytes=4 * mib, seconds=0.1))
@@ -90,7 +90,7 @@ def test_what_came_or_went_while_the_worker_looked_is_not_counted_twice() -> Non
 
 
 def test_without_a_word_of_the_disk_nothing_changes() -> None:
-    room = NvmeRoom(None, 0)
+    room = TierRoom(None, 0)
     room.note(rows(GIB))
     assert room.at_recovery() is None
     assert room.num_bytes == UNKNOWN
@@ -98,10 +98,18 @@ def test_without_a_word_of_the_disk_nothing_changes() -> None:
 
 def test_less_room_than_was_asked_for_is_said_with_both_numbers() -> None:
     mib = 2**20
-    room = NvmeRoom(150 * mib, 20 * mib)
+    room = TierRoom(150 * mib, 20 * mib)
     assert room.shortage == ""
     room.note(health(free=80 * mib))
     assert room.at_recovery() == 60 * mib
     assert "150.0 MiB" in room.shortage
     assert "60.0 MiB" in room.shortage
-    assert NvmeRoom(None, 0).shortage == ""
+    assert TierRoom(None, 0).shortage == ""
+
+
+def test_a_shortage_names_the_settings_of_its_own_tier() -> None:
+    room = TierRoom(10 * GIB, GIB, tier="disk")
+    room.note(TierHealth(writable=True, overhead_bytes=0, free_bytes=5 * GIB))
+    room.at_recovery()
+    assert "disk_bytes asks for 10.0 GiB" in room.shortage
+    assert "disk_reserve_bytes" in room.shortage
