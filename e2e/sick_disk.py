@@ -1,4 +1,5 @@
-"""A storage worker whose system calls fail when a test says so, for tierkv.torture.node_with; and the test's end of it.
+"""A worker, of NVMe or of the disk tier, whose system calls fail when a test says so, for tierkv.torture.node_with (as
+`worker` or `disk_worker`); and the test's end of it.
 
     disk = SickDisk(tmp_path / "sick")                       # before the node starts; its path is in SICK_DISK
     disk.fail("pwritev", errno.EIO)                          # from now on, every call
@@ -129,12 +130,15 @@ class _Faults:
 
 
 def run_worker() -> int:
-    from tierkv.workers import storage
+    from tierkv.workers import disk, storage
 
     with Path(os.environ[VARIABLE]).open("r+b") as file:
         faults = _Faults(mmap.mmap(file.fileno(), PAGE_BYTES))
     for name in OPERATIONS:
         setattr(os, name, faults.wrap(name, getattr(os, name)))
+    if '"disk_dir"' in sys.argv[1]:
+        disk.DiskWorker = functools.partial(disk.DiskWorker, health_seconds=HEALTH_SECONDS)  # type: ignore[assignment,misc]
+        return disk.main(sys.argv[1:])
     quick = functools.partial(storage.StorageWorker, health_seconds=HEALTH_SECONDS)
     storage.StorageWorker = quick  # type: ignore[assignment,misc]
     return storage.main(sys.argv[1:])

@@ -1,12 +1,13 @@
 """`tierkv serve` with a part replaced, where a fault or a barrier is needed inside a node's processes.
 
-    python -m tierkv.torture.node_with [files=MODULE:ATTRIBUTE] [worker=MODULE] [front=MODULE] [parent=PID]
-        [protocol=N] -- serve OPTIONS...
+    python -m tierkv.torture.node_with [files=MODULE:ATTRIBUTE] [worker=MODULE] [disk_worker=MODULE] [front=MODULE]
+        [parent=PID] [protocol=N] -- serve OPTIONS...
 
-files     makes the storage worker's Files (tierkv.workers.files)
-worker    is run in the place of tierkv.workers.storage, front in the place of tierkv.node.front
-parent    the node is killed when that process dies, which must be the one that started it
-protocol  the version that it speaks, or says that it does, to who asks for a session
+files        makes the storage worker's Files (tierkv.workers.files)
+worker       is run in the place of tierkv.workers.storage, front in the place of tierkv.node.front
+disk_worker  is run in the place of tierkv.workers.disk
+parent       the node is killed when that process dies, which must be the one that started it
+protocol     the version that it speaks, or says that it does, to who asks for a session
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> None:
     if "protocol" in parts:
         vars(sessions)["PROTOCOL_VERSION"] = int(parts["protocol"])
     worker_command.WORKER_MODULE = parts.get("worker", worker_command.WORKER_MODULE)
+    worker_command.DISK_WORKER_MODULE = parts.get("disk_worker", worker_command.DISK_WORKER_MODULE)
     incarnation.FRONT_MODULE = parts.get("front", incarnation.FRONT_MODULE)
     # The command line lies above this layer, which starts it as anybody does: by its name.
     sys.argv = ["tierkv", *arguments[split + 1 :]]

@@ -50,13 +50,14 @@ one processes live long enough for leaks to show."""
 @dataclass(frozen=True)
 class Conditions:
     """`error_part`: of the operations on extents so many fail. `evicts`: what was flushed may be gone, but never
-    wrong."""
+    wrong. `disk_bytes`: of a disk tier, where there is to be one."""
 
     name: str
     scenarios: tuple[Scenario, ...]
     nvme_bytes: str = "384MiB"
     error_part: float = 0.0
     evicts: bool = False
+    disk_bytes: str = ""
 
 
 PAUSES = (
@@ -112,6 +113,21 @@ _OF_EVICTIONS = (
 CRAMPED = Conditions("cramped", _OF_EVICTIONS, nvme_bytes="6MiB", evicts=True)
 """Extents are evicted and files removed all the time."""
 
+LAYERED = Conditions(
+    "layered",
+    (
+        *scenarios(anytime, anytime="disk disk disk front storage supervisor"),
+        *scenarios(while_storing, before_remove="storage front", removed="supervisor"),
+        *scenarios(while_promoting, read_half="storage"),
+        *scenarios(purged, purged="nobody supervisor"),
+        *scenarios(stopped_and_started, stopped="nobody"),
+    ),
+    nvme_bytes="6MiB",
+    disk_bytes="384MiB",
+    evicts=True,
+)
+"""What leaves NVMe goes to disk, where there is room for all; what finds no way there in time is dropped."""
+
 FAILING = Conditions(
     "failing",
     (
@@ -155,7 +171,7 @@ STEADY = Conditions(
 )
 """No process of the node is killed, so that what grows shows."""
 
-ALL_CONDITIONS = (ROOMY, CRAMPED, FAILING, WORST, DAMAGED, STEADY)
+ALL_CONDITIONS = (ROOMY, CRAMPED, LAYERED, FAILING, WORST, DAMAGED, STEADY)
 
 
 @dataclass(frozen=True)

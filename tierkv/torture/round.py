@@ -52,6 +52,11 @@ SETTINGS = {
     "stuck_seconds": PATIENCE_SECONDS,
     "drain_seconds": PATIENCE_SECONDS,
 }
+DISK_SETTINGS = {
+    "disk_reserve_bytes": "16MiB",
+    "disk_rescan_seconds": "2",
+    "prefill_tokens_per_second": "10",  # so slow that a disk is always quicker
+}
 BACK_SECONDS = 240.0
 HELD_SECONDS = 240.0
 SOON_SECONDS = 120.0
@@ -83,6 +88,8 @@ class Round:
         self.usual_mood = Mood(error_part=conditions.error_part)
         self.set_mood(self.usual_mood)
         options: dict[str, Any] = {**SETTINGS, "nvme_bytes": conditions.nvme_bytes, **planned.settings}
+        if conditions.disk_bytes:
+            options |= {"disk_dir": str(folder / "disk"), "disk_bytes": conditions.disk_bytes, **DISK_SETTINGS}
         self.node = Node(
             folder,
             replaced=(f"files={FILES}", *REPLACED, f"parent={os.getpid()}"),
