@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import log1p
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,8 @@ from hypothesis import strategies as st
 from tierkv.core.value import hazards as module
 from tierkv.core.value.hazards import NUM_BUCKETS, Hazards, age_bucket, bucket_end
 from tierkv.core.value.kinds import NUM_KINDS, kind_of_new, kind_of_used
-from tierkv.core.value.tuning import AS_MEASURED
+from tierkv.core.value.tuning import AS_MEASURED, Tuning
 
-WINDOW_SECONDS, WINDOW_UNITS = AS_MEASURED.window_seconds, AS_MEASURED.window_units
 WIDTHS = [bucket_end(bucket) - (bucket_end(bucket - 1) if bucket else 0.0) for bucket in range(NUM_BUCKETS - 1)]
 
 
@@ -48,6 +48,15 @@ def test_the_index_is_the_best_rate_over_all_times_to_give_up(chances: list[floa
             through *= 1 - p
             best = max(best, uses / seconds)
         assert got[first] == pytest.approx(best)
+
+
+def test_neighbouring_ages_tell_of_each_other_and_nothing_is_lost() -> None:
+    row = [0.0] * NUM_BUCKETS
+    row[0], row[10] = 4.0, 8.0
+    pooled = module._pooled(row)
+    assert (pooled[:3], pooled[8:13]) == ([3.0, 1.0, 0.0], [0.0, 2.0, 4.0, 2.0, 0.0])
+    assert sum(pooled) == sum(row)
+    assert module._pooled([5.0] * NUM_BUCKETS) == [5.0] * NUM_BUCKETS
 
 
 def test_before_there_is_data_what_was_used_last_is_worth_most() -> None:
@@ -116,25 +125,94 @@ def test_what_waits_is_counted_at_its_age_however_old() -> None:
         assert least <= older <= most
 
 
-def test_a_window_is_forgotten_with_all_that_began_in_it() -> None:
+def rate_of(hazards: Hazards, kind: int, age: float) -> float:
+    """Uses a second at this age, as they are remembered, without what other kinds lend."""
+    counts, bucket = hazards._counts[kind], age_bucket(age)
+    chance = counts.uses[bucket] / counts.reached[bucket]
+    return -log1p(-chance) / WIDTHS[bucket]
+
+
+def test_a_busier_hour_does_not_make_what_is_old_look_the_more_wanted() -> None:
+    """Of what waits each has the same chance, old or new; but it is ten times as high in the second half."""
+    hazards = Hazards(Tuning(memory_requests=200.0, memory_units=1.0))
+    waiting: list[tuple[float, float]] = []  # since, and how much
+    for second in range(2_000):
+        now = float(second)
+        hazards.request(now)
+        chance = 0.0005 if second < 1_000 else 0.005
+        for since, units in waiting:
+            hazards.end(3, since, now, units * chance)
+        waiting = [(since, units * (1 - chance)) for since, units in waiting]
+        if second % 10 == 0:
+            hazards.begin(3, now, 1_000.0)
+            waiting.append((now, 1_000.0))
+    for age in (20.0, 50.0, 100.0, 300.0, 700.0):
+        assert rate_of(hazards, 3, age) == pytest.approx(0.005, rel=0.15), age
+
+
+def test_what_was_learnt_fades_with_requests() -> None:
+    hazards = Hazards(Tuning(memory_requests=100.0, memory_units=1.0))
+    now = 0.0
+
+    def serve(requests: int, *, comes_back: bool) -> float:
+        nonlocal now
+        for _ in range(requests):
+            now += 1.0
+            hazards.request(now)
+            hazards.begin(0, now, 10.0)
+            if comes_back:
+                hazards.end(0, now - 5, now, 10.0)
+            hazards.begin(9, now, 10.0)  # others do come back, or nothing at all would be learnt
+            hazards.end(9, now, now, 10.0)
+        return rate_of(hazards, 0, 5.0)
+
+    wanted = serve(1_000, comes_back=True)
+    assert serve(250, comes_back=False) < wanted / 4
+    assert serve(250, comes_back=False) < wanted / 40
+
+
+def test_few_units_are_remembered_for_longer() -> None:
+    def remembered(units: float) -> float:
+        hazards = Hazards(Tuning(memory_requests=100.0, memory_units=1_000.0))
+        for number in range(1_250):
+            now = float(number)
+            hazards.request(now)
+            if number < 250:
+                hazards.begin(1, now, units)
+                hazards.end(1, now, now, units)
+            else:
+                hazards.begin(2, now, units)
+                hazards.end(2, now, now, units)
+        return sum(hazards._counts[1].uses) / (250 * units)
+
+    assert remembered(10.0) < 0.001
+    assert 0.3 < remembered(1.0) < 0.5, "a thousand units have come since"
+
+
+def test_an_exposure_from_before_the_start_is_not_counted() -> None:
+    hazards = Hazards()
+    hazards.request(1_000.0)
+    hazards.end(0, 990.0, 1_001.0, 5.0)
+    hazards.forget(0, 990.0, 1_001.0, 5.0)
+    hazards.begin(0, 1_001.0, 1.0)
+    hazards.end(0, 1_001.0, 1_002.0, 1.0)
+    assert (sum(hazards._counts[0].used), sum(hazards._counts[0].forgotten)) == (1.0, 0.0)
+
+
+def test_what_waits_for_days_takes_no_slots_and_is_still_known() -> None:
     hazards = Hazards()
     hazards.request(0.0)
-    hazards.begin(0, 10.0, 5.0)  # waits for ever
-
-    def a_window(start: float) -> None:
-        hazards.begin(1, start, WINDOW_UNITS)
-        hazards.end(1, start, start + 1.0, WINDOW_UNITS)
-        for _ in range(250):
-            hazards.request(start + WINDOW_SECONDS + 1.0)
-
-    a_window(20.0)
-    assert sum(hazards._waiting_by_age(0, 5_000.0)) == 5.0
-    a_window(WINDOW_SECONDS + 100.0)
-    assert [window.start for window in hazards._windows] == [WINDOW_SECONDS + 21.0, 2 * WINDOW_SECONDS + 101.0]
-    assert sum(hazards._waiting_by_age(0, 10_000.0)) == 0.0
-    units = sum(window.units for window in hazards._windows)
-    hazards.end(0, 10.0, 10_000.0, 5.0)  # it is used after all, and nobody counts it
-    assert sum(window.units for window in hazards._windows) == units
+    hour = 3_600.0
+    for number in range(24 * 7):
+        hazards.begin(6, number * hour + 0.5, 1.0)
+        hazards.request(number * hour + 1.0)
+        hazards._learn(number * hour + 1.0)
+    now = 24 * 7 * hour
+    assert sum(len(slots) for slots in hazards._waiting[6]) < 20
+    assert sum(hazards._waiting_by_age(6, now)) == 24 * 7
+    hazards.withdraw(6, 3 * hour + 0.5, 1.0)
+    hazards.withdraw(6, (24 * 7 - 2) * hour + 0.5, 1.0)
+    assert sum(hazards._waiting_by_age(6, now)) == 24 * 7 - 2
 
 
 def test_what_is_forgotten_counts_as_not_used_until_then() -> None:

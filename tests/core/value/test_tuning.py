@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs/replay.md"
 
 def test_the_defaults_are_those_that_the_figures_were_made_with() -> None:
     assert (AS_MEASURED.own_share, AS_MEASURED.shrinkage_units, AS_MEASURED.youngest_advantage) == (0.6, 300.0, 1.5)
-    assert (AS_MEASURED.window_seconds, AS_MEASURED.window_units) == (3_600.0, 10_000.0)
+    assert (AS_MEASURED.memory_requests, AS_MEASURED.memory_units) == (2_000.0, 10_000.0)
     assert (AS_MEASURED.suffix_tokens, AS_MEASURED.gap_seconds, AS_MEASURED.least_share) == (1_024.0, 15.0, 0.01)
     assert (AS_MEASURED.learn_requests, AS_MEASURED.learn_seconds) == (250, 30.0)
 
@@ -32,7 +32,7 @@ def test_a_number_is_set_by_name_and_leaves_the_others_alone() -> None:
         ("own_share", "own_share needs a number after '=', not ''"),
         ("own_share=much", "own_share needs a number after '=', not 'much'"),
         ("own_share=1.5", "own_share is a share, at most 1"),
-        ("window_units=0", "window_units has to be more than 0"),
+        ("memory_units=0", "memory_units has to be more than 0"),
         ("gap_seconds=nan", "gap_seconds has to be more than 0"),
         ("learn_requests=2.5", "learn_requests needs a whole number after '=', not '2.5'"),
     ],

@@ -34,10 +34,11 @@ class Tuning:
     """Of the exposures that have to have ended in a use. Of fewer nothing is learnt but that least is known of what
     waits longest, and for that reason nothing new would be taken: until then the least recently used goes."""
 
-    window_seconds: float = 3_600.0
-    """A window of counts is closed when it is that old and holds `window_units`, and forgotten when the next one is."""
+    memory_requests: float = 2_000.0
+    """Counts have faded to 1/e after so many requests, or after `memory_units` of uses, whichever takes longer: small
+    prompts make few units, and the estimate needs some thousand."""
 
-    window_units: float = 10_000.0
+    memory_units: float = 10_000.0
 
     learn_requests: int = 250
     """The index is computed again after so many requests, or `learn_seconds`: a few milliseconds each time."""
