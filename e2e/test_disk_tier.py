@@ -14,7 +14,7 @@ import pytest
 from e2e.harness import Node, StampedEngine, wait_until
 from e2e.sick_disk import VARIABLE, SickDisk
 from e2e.test_cli import answer, extent_files, flip_a_byte, tierkv
-from tierkv.torture.stamped import BLOCK_TOKENS
+from tierkv.torture.stamped import BLOCK_BYTES, BLOCK_TOKENS
 from tierkv.wire.messages import StatusReply, TierUsage
 
 pytestmark = pytest.mark.timeout(240)
@@ -333,6 +333,23 @@ def test_a_purge_removes_from_disk_and_nothing_of_it_comes_back_with_a_restart(n
         load_right(other, kept)
     left = [path for path in (node.folder / "disk").rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
     assert left == []
+
+
+def test_a_warmup_brings_what_lies_on_disk(node: Node) -> None:
+    node.start()
+    with StampedEngine(node.endpoint) as engine:
+        fill(engine)
+        wait_demoted(node, PROMPTS // 3)
+    assert tierkv("evict", "--tier", "nvme", "--to", "0", "--yes", "--endpoint", str(node.endpoint)).returncode in (
+        0,
+        4,
+    )
+    node.stop()
+    node.start()
+    node.wait_status(lambda status: tier(status, "disk").used_bytes > 0, "it knows what is on disk")
+    done = tierkv("warmup", "--json", "--endpoint", str(node.endpoint))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["disk_bytes"] >= BLOCK_BYTES
 
 
 def test_an_operator_sees_what_is_on_disk_and_can_verify_and_count_it(node: Node) -> None:

@@ -152,7 +152,7 @@ def judge_prompt(looks: list[Look], num_tokens: int, status: StatusReply, now: f
     others = [look for look in looks if look is not best]
     which = f"of the {len(fits)} namespaces that fit, in {short_name(best.namespace)} " if len(fits) > 1 else ""
     if best.trace.missing is None:
-        words = f"all {best.cached_tokens:,} tokens of its blocks are {_where(best.trace)}"
+        words = f"all {best.cached_tokens:,} tokens of its blocks are {where_in_words(best.trace)}"
         return Verdict("cached", f"{which}it is no miss now: {words}", details, best, others)
     if elsewhere is not None and elsewhere.cached_tokens > best.cached_tokens:
         here = f"{best.cached_tokens:,} tokens" if best.cached_tokens else "nothing"
@@ -203,18 +203,17 @@ def _so_far(trace: Trace) -> str:
     return f"{cached:,} of its {asked:,} tokens are cached. From token {cached:,} on nothing is"
 
 
-def _where(trace: Trace) -> str:
+def where_in_words(trace: Trace) -> str:
+    """Where what is cached lies, each token in the fastest tier that has it."""
     tokens: dict[str, int] = {}
     for stretch in trace.stretches:
         tier = stretch.tiers[0]
         tokens[tier] = tokens.get(tier, 0) + stretch.tokens
-    if set(tokens) == {"host"}:
-        return "in memory"
-    if len(tokens) == 1:
-        return WHERE[next(iter(tokens))]
-    parts = [f"{tokens[tier]:,} {'of them ' if tier == 'host' else ''}{where}" for tier, where in WHERE.items()
-             if tier in tokens]  # fmt: skip
-    return f"cached, {', '.join(parts[:-1])} and {parts[-1]} only"
+    parts = [(tokens[tier], where) for tier, where in WHERE.items() if tier in tokens]
+    if len(parts) == 1:
+        return parts[0][1]
+    first, *more = (f"{count:,} {'of them ' if not at else ''}{where}" for at, (count, where) in enumerate(parts))
+    return f"cached, {', '.join([first, *more[:-1]])} and {more[-1]} only"
 
 
 def _missing(trace: Trace, now: float) -> tuple[str, str]:
@@ -330,6 +329,8 @@ def _on_nvme(trace: Trace) -> Iterator[str]:
 
 def nvme_in_words(stretch: Stretch) -> str:
     """Why what is in memory is not on NVMe (yet). Empty where it is there."""
+    if stretch.disk in ("queued", "writing"):
+        return "being copied to the disk tier"
     if "nvme" in stretch.tiers or "disk" in stretch.tiers:
         return ""
     if stretch.growing:

@@ -176,7 +176,10 @@ def test_an_interrupt_leaves_the_purge_to_the_node(tierkv, node, purger):
 
 
 def test_what_was_removed_from_the_disk_tier_is_a_line_of_the_receipt(tierkv, purger):
-    purger[:] = [receipt(removed_files=5, removed_bytes=5 * 2**20, removed_disk_files=3, removed_disk_bytes=3 * 2**20)]
-    assert "of these    3, 3.0 MiB in the disk tier" in tierkv("purge", "--tenant", "acme", "--yes").out
+    there = {"disk_bytes": 4 * 2**20, "removed_disk_files": 3, "removed_disk_bytes": 3 * 2**20}
+    purger[:] = [receipt(removed_files=5, removed_bytes=5 * 2**20, **there)]
+    out = tierkv("purge", "--tenant", "acme", "--yes").out
+    assert "disk        4.0 MiB" in out
+    assert "of these    3, 3.0 MiB in the disk tier" in out
     purger[:] = [receipt(removed_files=5)]
-    assert "disk tier" not in tierkv("purge", "--tenant", "acme", "--yes").out
+    assert "disk" not in tierkv("purge", "--tenant", "acme", "--yes").out

@@ -15,9 +15,12 @@ import pytest
 from tests.cli.conftest import FakeNode, status, tier, usage_row
 from tests.core.simulation import Bench, Prompt
 from tierkv.core.explain import Question
+from tierkv.core.explanation import Stretch, Trace
 from tierkv.core.grants import GroupSpec, Lease
+from tierkv.core.reasons import Reason
 from tierkv.storage.manifest import fingerprint_model
 from tierkv.wire.messages import ExplainReply
+from tierkv_cli.why_words import nvme_in_words, reason_in_words, where_in_words
 
 TOKENS = list(range(1, 41))  # ten blocks of four
 
@@ -405,3 +408,54 @@ def test_a_node_that_writes_nothing_says_so(tierkv, node, bench, prompt_of):
     bench.store(bench.prompt(*TOKENS))
     outcome = tierkv("why", "--token-file", prompt_of(TOKENS), "--model", "fake")
     assert "the node is read only: what engines store stays in memory" in outcome.out
+
+
+# ---- with a disk tier
+
+
+def stretch(tokens: int, *tiers: str, disk: str = "absent") -> Stretch:
+    return Stretch(
+        first_token=0,
+        tokens=tokens,
+        tiers=tiers,
+        growing=False,
+        nvme="present" if "nvme" in tiers else "absent",
+        why_not_there="",
+        being_read=False,
+        extents=1,
+        hits=0,
+        last_used=0.0,
+        disk=disk,
+    )
+
+
+def trace(*stretches: Stretch) -> Trace:
+    return Trace(group=bytes(32), asked_blocks=1, cached_blocks=1, block_tokens=16, host_blocks=0, stretches=stretches)
+
+
+@pytest.mark.parametrize(
+    ("stretches", "words"),
+    [
+        ([stretch(16, "disk")], "in the disk tier"),
+        ([stretch(16, "nvme", "disk")], "on NVMe"),
+        ([stretch(16, "host"), stretch(32, "nvme")], "cached, 16 of them in memory and 32 on NVMe only"),
+        (
+            [stretch(16, "host", "disk"), stretch(32, "nvme"), stretch(1_024, "disk")],
+            "cached, 16 of them in memory, 32 on NVMe and 1,024 in the disk tier only",
+        ),
+    ],
+)
+def test_each_token_is_where_it_is_had_the_fastest(stretches: list[Stretch], words: str) -> None:
+    assert where_in_words(trace(*stretches)) == words
+
+
+def test_what_is_in_the_disk_tier_alone_is_on_no_way_to_nvme_and_what_is_copied_there_says_so() -> None:
+    assert nvme_in_words(stretch(16, "disk", disk="present")) == ""
+    assert nvme_in_words(stretch(16, "nvme", disk="writing")) == "being copied to the disk tier"
+
+
+@pytest.mark.parametrize(
+    "reason", [Reason.SLOWER_THAN_COMPUTE, Reason.DISK_BEHIND, Reason.DISK_DEGRADED, Reason.NAME_TAKEN]
+)
+def test_each_reason_of_the_disk_tier_has_words(reason: Reason) -> None:
+    assert "disk tier" in reason_in_words(reason)

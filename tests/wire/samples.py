@@ -418,6 +418,7 @@ REPLIES: tuple[Reply, ...] = (
         unreachable=20.5,
         gone=21.5,
         reason="read_only",
+        disk_bytes=1,
         removed_disk_files=2,
         removed_disk_bytes=3,
     ),

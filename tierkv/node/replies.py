@@ -101,6 +101,7 @@ def warmup_reply(request_id: int, state: WarmupState) -> WarmupReply:
         reason=state.reason or "",
         total_bytes=state.total_bytes,
         yielding=state.is_yielding,
+        disk_bytes=state.disk_bytes,
     )
 
 

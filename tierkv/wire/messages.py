@@ -645,7 +645,7 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     """A receipt, as far as it goes. `phase`: preview (nothing was done), removing, unreachable (no tier has any of it,
     across a power loss; some bytes are still held), gone. Ask again with the same `job` until `finished`.
 
-    What was found when it was asked for: `extents`, `blocks`, `tokens`, `host_bytes`, `nvme_bytes`. What has been
+    What was found when it was asked for: `extents`, `blocks`, `tokens`, and the bytes in each tier. What has been
     removed from disk: `removed_files` and their bytes (so many of them in the disk tier), those in quarantine and temp
     files of dead writers apart, and `index_rows`. What still holds some of it: `leases` and `tickets` of engines with
     `held_bytes`, `wiping_bytes` of host memory that are being zeroed, and `earlier_bytes`: arenas of earlier fronts
@@ -682,6 +682,7 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     unreachable: float
     gone: float
     reason: str = ""
+    disk_bytes: Count = 0
     removed_disk_files: Count = 0
     removed_disk_bytes: Count = 0
 
