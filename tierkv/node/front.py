@@ -390,7 +390,8 @@ class Front:
             return
         self._service.on_report(report, now, name)
         if isinstance(report, Recovered):  # said once it is so: the supervisor tells everybody that the node is ready
-            _end_bulk_loading()
+            if not self._core.state.is_recovering:  # of NVMe, which has the most of it
+                _end_bulk_loading()
             if worker is self._storage:
                 self._starts.ready(now, self._so_far())
             self._control.send(WorkerRecovered(worker=name, pid=worker.mover.worker.pid))
