@@ -6,12 +6,14 @@ import pytest
 
 from tests.core.disk_simulation import DiskBench
 from tests.core.simulation import PAGE, Disk
+from tierkv.core import found_on_disk
 from tierkv.core.explain import Question
 from tierkv.core.grants import Evicted, Lease, Waiting
 from tierkv.core.instructions import Demote, Read, Remove, SetAside, TierHealth
 from tierkv.core.purge_scope import OfModel
 from tierkv.core.purges import PurgePhase, PurgeState
 from tierkv.core.reasons import Reason
+from tierkv.core.state import CacheState
 from tierkv.core.warmup import WarmupScope
 
 
@@ -514,3 +516,38 @@ def test_a_purge_counts_what_it_finds_in_the_disk_tier() -> None:
     found = bench.state.preview_purge(OfModel(fingerprint="f" * 64), bench.now)
     assert isinstance(found, PurgeState)
     assert found.about.disk_bytes == 2 * 4 * PAGE
+
+
+def test_what_is_found_before_nvme_is_recovered_is_taken_in_slices_while_nobody_waits() -> None:
+    bench = DiskBench(disk_extents=1_300)
+    prompts = [bench.prompt(number, 100 + number) for number in range(1, 1_203)]
+    rows = []
+    for prompt in prompts:
+        bench.disk_worker.put(prompt, 0, 2, bench.now)
+        rows.append(bench.disk_worker.unheard.pop()[1])
+    state = CacheState(bench.limits, [0] * (bench.limits.host_bytes // PAGE))
+    state.open_group(bench.spec, bench.now)
+    state.worker_started(bench.now)
+    state.disk_worker_started(bench.now)
+    for report in [*rows, *bench.tier.recovery()[-1:]]:
+        state.disk_report(report, bench.now)
+    assert state.num_extents == 0
+    state.report(Disk().recovery()[-1], bench.now)
+    steps, seen = 0, state.num_extents
+    while state.has_idle_work:
+        state.make_ready(bench.now)
+        assert state.num_extents - seen <= found_on_disk.ROWS_AT_A_TIME
+        steps, seen = steps + 1, state.num_extents
+    assert steps >= 2
+    assert state.num_extents == len(prompts)
+    assert not state.is_recovering
+    state.check()
+
+
+def test_a_disk_tier_that_has_more_than_it_may_is_cut_down_in_slices_after_a_start() -> None:
+    tier = Disk()
+    DiskBench(tier=tier, host_slots=4, nvme_extents=1, disk_extents=20).store_several(10)
+    bench = DiskBench(tier=tier, disk_extents=3)
+    bench.work()
+    assert len(tier.files) <= 3
+    assert bench.match(bench.prompt(9, 109))[0] == 2, "what was used last is still there"

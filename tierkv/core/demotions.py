@@ -16,12 +16,13 @@ from functools import partial
 
 from tierkv.core.changes import Changes
 from tierkv.core.extent import Extent
+from tierkv.core.file_ops import Ended
 from tierkv.core.instructions import Demote, WriteDone
 from tierkv.core.ledger import Ledger
 from tierkv.core.nvme_eviction import told_reason
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileEvent, FileState
-from tierkv.core.tier_files import Ended, TierFiles
+from tierkv.core.tier_files import TierFiles
 from tierkv.core.tier_leaving import Leaving
 from tierkv.core.tier_room import TierRoom
 from tierkv.core.tier_speed import TierSpeed

@@ -11,6 +11,7 @@ more blocks than are known here is as good: what is read of it begins with these
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from tierkv.core.demotions import Demotions
 from tierkv.core.disk_eviction import DiskEviction
 from tierkv.core.extent import Extent
 from tierkv.core.extent_rows import extent_of_row, row_of
+from tierkv.core.file_ops import Ended, Gone
 from tierkv.core.grants import GroupSpec
 from tierkv.core.instructions import ExtentRow, FileLost, GroupFound, PurgeScope, Rows
 from tierkv.core.journal import Account
@@ -28,7 +30,10 @@ from tierkv.core.losses import Losses
 from tierkv.core.purge_scope import is_wholly_in
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
-from tierkv.core.tier_files import Ended, Gone, TierFiles
+from tierkv.core.tier_files import TierFiles
+
+ROWS_AT_A_TIME = 500
+"""Of those that had to wait."""
 
 SLICE = 2_000
 """Extents looked at in one step for the parents of those that were found: some milliseconds."""
@@ -60,7 +65,8 @@ class FoundOnDisk:
         self._demotions = demotions
         self._losses = losses
         self._changes = changes
-        self._early: list[Rows] = []
+        self._waiting: deque[Rows | FileLost] = deque()  # told before NVMe was recovered, or behind such
+        self._held: list[Rows] = []  # of groups that are not known, or are being purged
         self._others: dict[bytes, _Others] = {}  # by key
         self._to_adopt: Iterator[Extent] | None = None
         self._has_strays = False  # extents whose parent was not looked for yet
@@ -76,27 +82,56 @@ class FoundOnDisk:
                 GroupSpec(group=report.group, identity=report.identity, model_name=report.model_name)
             )
         group.wants_disk_folder = True
-        self.take_early(now)
+        self.take_held(now)
 
-    def take_early(self, now: float) -> None:
-        """What could not be taken when it came."""
-        early, self._early = self._early, []
-        for report in early:
-            self.rows(report, now)
+    def take_held(self, now: float) -> None:
+        """A group has become known, or is no longer being purged."""
+        held, self._held = self._held, []
+        for report in held:
+            self._take_rows(report, now)
+
+    @property
+    def is_busy(self) -> bool:
+        """`step` has something to do."""
+        return self._to_adopt is not None or (bool(self._waiting) and self._nvme.is_open)
+
+    def step(self, now: float) -> None:
+        """A slice of what nobody waits for."""
+        rows = 0
+        while self._waiting and self._nvme.is_open and rows < ROWS_AT_A_TIME:
+            report = self._waiting.popleft()
+            if isinstance(report, Rows):
+                rows += len(report.rows)
+                self._take_rows(report, now)
+            else:
+                self._file_lost(report, now)
+        self.adopt()
 
     def rows(self, report: Rows, now: float) -> None:
+        if self._waiting or not self._nvme.is_open:
+            self._waiting.append(report)
+        else:
+            self._take_rows(report, now)
+            self.adopt()
+
+    def _take_rows(self, report: Rows, now: float) -> None:
         group = self._ledger.groups.get(report.group)
-        if group is None or not self._nvme.is_open or self.is_covered(group):
-            self._early.append(report)
+        if group is None or self.is_covered(group):
+            self._held.append(report)
             return
         if group.spec.identity.weights != report.fingerprint or report.rank >= group.ranks:
             return
         for row in report.rows:
             self._take(group, report.rank, row, now)
-        self.adopt()
 
     def file_lost(self, report: FileLost, now: float) -> None:
         """Another node removed it, or has put another one in its place: the copy is gone, nothing else."""
+        if self._waiting:
+            self._waiting.append(report)
+        else:
+            self._file_lost(report, now)
+
+    def _file_lost(self, report: FileLost, now: float) -> None:
         self._demotions.name_is_free(report.key)
         if self._forget_other(report.key, report.rank):
             return
@@ -159,9 +194,10 @@ class FoundOnDisk:
             if key in heads or self._is_gone(scope, others.group):
                 for rank in list(others.rows):
                     self._forget_other(key, rank)
-        for report in self._early:
-            report.rows[:] = [row for row in report.rows if row.key not in heads]
-        self._early = [report for report in self._early if not self._is_gone(scope, report.group)]
+        for report in (*self._held, *self._waiting):
+            if isinstance(report, Rows):
+                is_gone = self._is_gone(scope, report.group)
+                report.rows[:] = [] if is_gone else [row for row in report.rows if row.key not in heads]
 
     def _is_gone(self, scope: PurgeScope, key: bytes) -> bool:
         group = self._ledger.groups.get(key)
@@ -235,11 +271,6 @@ class FoundOnDisk:
         return extent
 
     # ---- their parents
-
-    @property
-    def is_adopting(self) -> bool:
-        """`adopt` has something to do."""
-        return self._to_adopt is not None
 
     def adopt(self) -> None:
         """Look for the parents of what was found, a slice: until then it is an orphan for those who evict."""

@@ -329,7 +329,7 @@ class Purges:
         job.unreachable = now
         job.files = []
         self._ledger.has_let_go = True
-        self._cascade.found.take_early(now)
+        self._cascade.found.take_held(now)
         self._cascade.pump(now)
 
     def resumed(self, report: PurgeResumed, now: float) -> None:

@@ -290,12 +290,13 @@ class CacheState:
         return (
             self._tickets.expects_more
             or self._ledger.sizing.has_work
+            or self._cascade.found.is_busy
             or any(job.is_busy for job in self._warmups.values())
         )
 
     def make_ready(self, now: float) -> list[Effect]:
-        """To be called when nobody waits: have the room that the next reservation will ask for, plan warm-ups, and look
-        at what was asked for."""
+        """To be called when nobody waits: have the room that the next reservation will ask for, plan warm-ups, take in
+        what is found in the disk tier, and look at what was asked for."""
         self._tickets.make_ready(now)
         self._ledger.sizing.step()
         self._plan_warmups(now)
@@ -303,6 +304,7 @@ class CacheState:
 
     def _plan_warmups(self, now: float) -> None:
         self._plan_due = now + warmup.STEP_SECONDS
+        self._cascade.found.step(now)
         for job in self._warmups.values():
             job.step()
 
@@ -380,7 +382,7 @@ class CacheState:
                     self._purges.found_hidden(self._cascade.nvme, report.hidden_bytes)
                     self._cascade.nvme.is_open = True
                     self._cascade.shrink(now, at_once=True)
-                    self._cascade.found.take_early(now)
+                    self._cascade.found.step(now)
                     self._cascade.pump(now)
             case _:
                 pass  # progress and the worker's farewell are the front's
@@ -419,6 +421,7 @@ class CacheState:
                 self._purges.resumed_on_disk(report, now)
             case Recovered():
                 self._is_disk_recovering = False
+                cascade.found.step(now)
                 self._purges.found_hidden(cascade.disk, report.hidden_bytes)
                 self._open_disk(now)
             case _:
@@ -433,10 +436,10 @@ class CacheState:
     def _open_disk(self, now: float) -> None:
         """Once it is known what hangs on what, something may leave the disk tier, and come to it."""
         cascade = self._cascade
-        cascade.found.adopt()
-        if self._is_disk_recovering or cascade.found.is_adopting or cascade.disk.is_open or not cascade.nvme.is_open:
+        if self._is_disk_recovering or cascade.found.is_busy or cascade.disk.is_open or not cascade.nvme.is_open:
             return
         cascade.disk.is_open = self._ledger.has_disk
+        cascade.shrink(now)
         cascade.pump(now)
 
     def disk_worker_started(self, now: float) -> list[Effect]:
@@ -734,9 +737,9 @@ class CacheState:
             times.append(next(iter(ledger.staged.values())).since + self.limits.staged_seconds)
         if ledger.touched and self._cascade.nvme.is_worker_up:
             times.append(self._touch_due)
-        if self._cascade.is_behind or self._cascade.found.is_adopting:
+        if self._cascade.is_behind:
             times.append(0.0)
-        if any(job.is_busy for job in self._warmups.values()):
+        if self._cascade.found.is_busy or any(job.is_busy for job in self._warmups.values()):
             times.append(self._plan_due)
         due = (
             self._cascade.next_retry(),

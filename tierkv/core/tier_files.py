@@ -13,10 +13,10 @@ is written meanwhile. All ranks of an extent go together, with an operation each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 
 from tierkv.core.extent import Extent
+from tierkv.core.file_ops import Ended, Gone, Outcome, RemoveOp, WriteOp
 from tierkv.core.instructions import AnyInstruction, OpFailed, Remove, RemoveDone, SetAside, StillUsed, TierHealth
 from tierkv.core.journal import Account
 from tierkv.core.ledger import Group, Ledger
@@ -32,48 +32,6 @@ MakeWrite = Callable[[int, int], AnyInstruction]
 """The instruction with this operation's number, for this rank."""
 
 
-@dataclass(slots=True, eq=False)
-class _WriteOp:
-    extent: Extent
-    rank: int
-
-
-@dataclass(slots=True, eq=False)
-class _RemoveOp:
-    extent: Extent
-    rank: int
-    reason: Reason | None
-    aside: Reason | None = None  # the file is kept in quarantine, for this reason
-    unless_used_since: float = math.inf
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """Of a write, until the last rank's has ended."""
-
-    by_rank: dict[int, int] = field(default_factory=dict)  # bytes of the files that are there
-    reason: Reason | None = None  # of a rank that failed
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A write of all ranks, in files of so many bytes; with a `reason` it has failed, and there may be other files."""
-
-    extent: Extent
-    by_rank: Mapping[int, int]
-    reason: Reason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A removal of all ranks. Files of the `kept` ranks are still there: another node used them, last at that time."""
-
-    extent: Extent
-    kept: Mapping[int, float]
-    is_kept: bool  # all ranks' are
-    num_bytes: int
-
-
 class TierFiles:
     """`next_op` numbers operations, those of other tiers too."""
 
@@ -81,14 +39,14 @@ class TierFiles:
         self._ledger = ledger
         self.books = books
         self._next_op = next_op
-        self._ops: dict[int, _WriteOp | _RemoveOp] = {}
+        self._ops: dict[int, WriteOp | RemoveOp] = {}
         self._ops_of: dict[Extent, tuple[int, ...]] = {}
         self.num_removes = 0  # of them
-        self._outcomes: dict[Extent, _Outcome] = {}
+        self._outcomes: dict[Extent, Outcome] = {}
         self._kept: dict[Extent, dict[int, float]] = {}  # of removals, until the last rank's has ended
         self._used_at: dict[bytes, float] = {}  # by another node, as it said: its clock may be ahead of ours
         self._leaving: dict[Extent, None] = {}
-        self._retries: list[tuple[float, _RemoveOp]] = []
+        self._retries: list[tuple[float, RemoveOp]] = []
         self._to_sweep: dict[Extent, None] = {}  # purged ones whose files a sweep removes
         self._owners: dict[bytes, Extent] = {}  # key -> whose file is being written or removed under that name
         self._strays: set[Extent] = set()  # a worker that died may have left a file of these
@@ -174,9 +132,9 @@ class TierFiles:
         self.books.count_share(extent, growth)
         self.books.set_size(extent, need)
         self.books.declare(group)
-        self._outcomes[extent] = _Outcome()
+        self._outcomes[extent] = Outcome()
         for rank in range(group.ranks):
-            op = self._new_op(_WriteOp(extent, rank))
+            op = self._new_op(WriteOp(extent, rank))
             self._ledger.effects.append(self.books.addressed(make(op, rank)))
         self.writes_in_flight += 1
         if self.spare_files is not None:
@@ -186,7 +144,7 @@ class TierFiles:
         """Whose file the operation writes. None: it is none, or one of a worker that died before its report was
         read."""
         known = self._ops.get(op)
-        return known.extent if isinstance(known, _WriteOp) else None
+        return known.extent if isinstance(known, WriteOp) else None
 
     def end_write(self, number: int, num_bytes: int, reason: Reason | None = None) -> Ended | None:
         """Of one rank. None: those of others are under way. `finish_write` or `abandon_write` is to follow."""
@@ -255,7 +213,7 @@ class TierFiles:
 
     def extents_written(self) -> Iterator[Extent]:
         """By operations under way, one for each of them."""
-        return (op.extent for op in self._ops.values() if isinstance(op, _WriteOp))
+        return (op.extent for op in self._ops.values() if isinstance(op, WriteOp))
 
     # ---- files go
 
@@ -309,19 +267,19 @@ class TierFiles:
         self._condemned.discard(extent)
         self._strays.discard(extent)
         for rank in range(self._ledger.group_of(extent).ranks):
-            self._issue_remove(_RemoveOp(extent, rank, reason, aside, unless_used_since))
+            self._issue_remove(RemoveOp(extent, rank, reason, aside, unless_used_since))
 
     def _leaves_share(self, extent: Extent) -> None:
         """Its file is on its way out: whoever looks for room counts on that."""
         self.removing_bytes += self.books.size(extent)
         self.books.count_share(extent, -self.books.size(extent))
 
-    def _issue_remove(self, op: _RemoveOp) -> None:
+    def _issue_remove(self, op: RemoveOp) -> None:
         number = self._new_op(op)
         if self.is_worker_up:
             self._ledger.effects.append(self.books.addressed(self._remove_instruction(number, op)))
 
-    def _remove_instruction(self, number: int, op: _RemoveOp) -> Remove | SetAside:
+    def _remove_instruction(self, number: int, op: RemoveOp) -> Remove | SetAside:
         weights = self._ledger.group_of(op.extent).spec.identity.weights
         group, rank, key = op.extent.group, op.rank, op.extent.key
         if op.aside is not None:
@@ -344,7 +302,7 @@ class TierFiles:
     def remove_done(self, report: RemoveDone | StillUsed) -> Gone | None:
         """What has become of the extent's files, when this was the last of them."""
         op = self._ops.get(report.op)
-        if not isinstance(op, _RemoveOp):
+        if not isinstance(op, RemoveOp):
             return None
         extent = self._end_op(report.op).extent
         if isinstance(report, StillUsed):
@@ -384,7 +342,7 @@ class TierFiles:
     def remove_failed(self, report: OpFailed, now: float) -> None:
         """Its bytes still count until they are gone, so try until they are. For quarantine there is one try."""
         op = self._ops.get(report.op)
-        if not isinstance(op, _RemoveOp):
+        if not isinstance(op, RemoveOp):
             return
         self._end_op(report.op)
         op.aside, op.reason = None, report.reason
@@ -444,7 +402,7 @@ class TierFiles:
         reserved, for there may be a file. Removals are asked for again by `worker_started`."""
         self.is_worker_up = False
         again = list(self._outcomes)
-        for number in [number for number, op in self._ops.items() if isinstance(op, _WriteOp)]:
+        for number in [number for number, op in self._ops.items() if isinstance(op, WriteOp)]:
             self._end_op(number)
         self._outcomes.clear()
         for extent in again:
@@ -457,7 +415,7 @@ class TierFiles:
     def worker_started(self) -> None:
         self.is_worker_up = True
         for number, op in self._ops.items():
-            if isinstance(op, _RemoveOp):
+            if isinstance(op, RemoveOp):
                 self._ledger.effects.append(self.books.addressed(self._remove_instruction(number, op)))
 
     def health(self, report: TierHealth, now: float) -> None:
@@ -474,21 +432,21 @@ class TierFiles:
     def _count_spare_files(self, seen: int | None) -> None:
         """What was under way when the worker looked may have been seen or not: it is counted against us both times."""
         self._spare_since = self._next_op()
-        writes = sum(isinstance(op, _WriteOp) for op in self._ops.values())
+        writes = sum(isinstance(op, WriteOp) for op in self._ops.values())
         self.spare_files = None if seen is None else seen - _INODES_OF_A_FILE * writes
 
     # ---- operations
 
-    def _new_op(self, op: _WriteOp | _RemoveOp) -> int:
+    def _new_op(self, op: WriteOp | RemoveOp) -> int:
         number = self._next_op()
         self._ops[number] = op
         self._ops_of[op.extent] = (*self._ops_of.get(op.extent, ()), number)
-        self.num_removes += isinstance(op, _RemoveOp)
+        self.num_removes += isinstance(op, RemoveOp)
         return number
 
-    def _end_op(self, number: int) -> _WriteOp | _RemoveOp:
+    def _end_op(self, number: int) -> WriteOp | RemoveOp:
         op = self._ops.pop(number)
-        self.num_removes -= isinstance(op, _RemoveOp)
+        self.num_removes -= isinstance(op, RemoveOp)
         left = tuple(other for other in self._ops_of[op.extent] if other != number)
         if left:
             self._ops_of[op.extent] = left
@@ -525,7 +483,7 @@ class TierFiles:
         leaving = sum(books.size(e) for e in self._leaving if books.state(e) is FileState.PRESENT)
         if self.leaving_bytes != leaving:
             raise BrokenInvariant(f"{tier} leaving: {self.leaving_bytes} counted, {leaving} there")
-        removes = sum(isinstance(op, _RemoveOp) for op in self._ops.values())
+        removes = sum(isinstance(op, RemoveOp) for op in self._ops.values())
         if self.num_removes != removes:
             raise BrokenInvariant(f"{tier} files being removed: {self.num_removes} counted, {removes} there")
         counted = (self.used_bytes, self.reserved_bytes, self.removing_bytes)

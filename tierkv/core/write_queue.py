@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from tierkv.core.admission import Admission
 from tierkv.core.changes import Changes
 from tierkv.core.extent import Extent
+from tierkv.core.file_ops import Ended
 from tierkv.core.grants import Dropped, NeverHit
 from tierkv.core.instructions import Write, WriteDone
 from tierkv.core.ledger import Group, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileEvent, FileState
-from tierkv.core.tier_files import Ended, TierFiles
+from tierkv.core.tier_files import TierFiles
 from tierkv.core.tier_room import TierRoom
 
 IN_VAIN = 10
