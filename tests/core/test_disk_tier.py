@@ -362,6 +362,20 @@ def test_what_is_purged_leaves_both_tiers_before_the_purge_is_over() -> None:
     assert not bench.disk.files
 
 
+def test_what_another_node_has_under_the_name_of_what_is_purged_does_not_come_in_its_place() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    (mine,) = bench.store_several(1)
+    bench.disk_worker.put(bench.prompt(1, 999), 0, 2, bench.now)
+    bench.hear_disk()
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    assert bench.match(bench.prompt(1, 999)) == (0, 0)
+    bench.work()
+    assert bench.match(bench.prompt(1, 999)) == (0, 0)
+    assert bench.match(mine) == (0, 0)
+    assert not bench.tier.files
+
+
 def test_what_expires_leaves_the_disk_tier() -> None:
     bench = DiskBench(host_slots=4, nvme_extents=2, ttl=(("default", 100.0),))
     bench.store_several(4)

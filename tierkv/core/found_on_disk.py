@@ -207,7 +207,11 @@ class FoundOnDisk:
         """Extents have left the tree: files that were of no use beside them may be now."""
         left, self._ledger.left_tree = self._ledger.left_tree, []
         for key in left:
-            if key in self._others:
+            others = self._others.get(key)
+            group = self._ledger.groups.get(others.group) if others is not None else None
+            if group is not None and self.is_covered(group):
+                self._ledger.left_tree.append(key)  # it may be what is being purged
+            elif others is not None:
                 self._join(key, now)
 
     # ---- files, one by one
