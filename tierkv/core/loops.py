@@ -1,5 +1,8 @@
 """Every loop that a node runs for as long as it lives, by process and thread: what must not die unnoticed.
 
+The worker of the disk tier has the loops of a tier of files (io, flusher, index-writer, health, pulse, scrub, purge,
+audit) as the storage worker has them, in the same code; they are listed, and tried, once.
+
 A thread of one of our processes has a line here or is not started (workers/lifeline.py), and each line has its test:
 an exception in that loop is followed by its running again, or by a health that names it.
 """
