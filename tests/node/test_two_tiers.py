@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.node.kit import GROUP, HEALTHY, Kit
+from tests.node.kit import GROUP, HEALTHY, RECOVERED, Kit
 from tests.node.test_reading_and_writing import store
 from tierkv.core.instructions import (
     OnDisk,
@@ -72,6 +72,30 @@ def test_a_disk_tier_that_is_away_says_why_and_takes_nothing_else_along(two_tier
     assert two_tiers.ask(Match, group=GROUP, keys=store(two_tiers, 2)).blocks == 2
     two_tiers.start_disk_worker()
     assert two_tiers.ask(Status).state == "ready"
+
+
+def test_a_disk_tier_that_is_tried_again_is_away_for_as_long_as_it_can_not_begin(two_tiers: Kit) -> None:
+    two_tiers.kill_disk_worker()
+    two_tiers.start_disk_worker(recovers=False)
+    two_tiers.disk_report(AWAY)
+    assert two_tiers.ask(Status).problems == (f"the disk tier is away, and tried again: {AWAY.problem}",)
+    two_tiers.disk_report(RECOVERED, HEALTHY)
+    assert two_tiers.ask(Status).state == "ready"
+
+
+def test_a_purge_says_that_it_waits_for_a_disk_tier_that_is_away(two_tiers: Kit) -> None:
+    store(two_tiers, 2)
+    two_tiers.kill_disk_worker()
+    two_tiers.ask(Purge, job=JOB, tenant="")
+    two_tiers.report(PurgeRecorded(JOB))
+    zeros = [Zeroed(one.op) for one in two_tiers.instructions() if isinstance(one, Zero)]
+    two_tiers.report(*zeros, PurgeSwept(JOB, Swept()))
+    waiting = two_tiers.ask(Purge, job=JOB)
+    assert (waiting.phase, waiting.reason) == ("removing", Reason.DISK_DEGRADED)
+    two_tiers.start_disk_worker()
+    assert two_tiers.ask(Purge, job=JOB).reason == ""
+    two_tiers.disk_report(PurgeSwept(JOB, Swept()))
+    assert two_tiers.ask(Purge, job=JOB).phase == "gone"
 
 
 def test_a_disk_worker_that_dies_is_a_problem_with_its_cause(two_tiers: Kit) -> None:

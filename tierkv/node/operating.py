@@ -44,7 +44,11 @@ class Operating:
         workers = (WorkerName.STORAGE, WorkerName.DISK) if disk_dir else (WorkerName.STORAGE,)
         self._verifications = Verifications(workers, core.disk.worker.why_away)
         self._reports = JournalReports(core, has_nvme=has_nvme, disk_dir=disk_dir, began=began)
-        self._purging = Purging(core, is_read_only=is_read_only)
+        self._purging = Purging(
+            core,
+            is_read_only=is_read_only,
+            is_disk_away=lambda: bool(disk_dir and core.disk.worker.why_away()),
+        )
         self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Status: lambda request, _asker, now: status(request.id, now),
             Usage: lambda request, _asker, now: usage(request.id, now),

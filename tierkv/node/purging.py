@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept, Swept
 from tierkv.core.purge_scope import NotOne, OfModel, OfPrefix, OfTenant, What
 from tierkv.core.purges import PurgedGroup, PurgePhase, PurgeState, add_swept
+from tierkv.core.reasons import Reason
 from tierkv.node.control import WorkerName
 from tierkv.node.core_calls import CoreCalls
 from tierkv.node.recording import salt_digits
@@ -21,8 +23,11 @@ MAX_REMEMBERED = 1_000
 class Purging:
     """A purge is the core's: it goes on whoever asks about it."""
 
-    def __init__(self, core: CoreCalls, *, is_read_only: bool = False) -> None:
+    def __init__(
+        self, core: CoreCalls, *, is_read_only: bool = False, is_disk_away: Callable[[], bool] = lambda: False
+    ) -> None:
         self._core = core
+        self._is_disk_away = is_disk_away
         self._is_read_only = is_read_only
         self._state = core.state
         self._unfinished: set[bytes] = set()
@@ -83,6 +88,8 @@ class Purging:
             forgotten = self._core.recording.forgotten(request.job, now)
             if forgotten is None:  # the recording still has some of it
                 answer = replace(answer, phase=PurgePhase.REMOVING)
+            if answer.phase is PurgePhase.REMOVING and answer.reason is None and self._is_disk_away():
+                answer = replace(answer, reason=Reason.DISK_DEGRADED)  # it is swept when it is there again
             return purge_reply(request.id, answer, self._on_disk.get(request.job, Swept()))
         found = "no block" if not answer.found else f"{answer.found} blocks"
         problem = f"{found} known here with a key that begins with {request.prefix}; name one, by more of its digits"

@@ -209,7 +209,9 @@ class Survey:
             yield f"the index is not written, so the next start takes longer: {health.index_problem}"
         if not self._node.disk_dir:
             return
-        if not self._disk.is_up:
+        health = self._disk.health
+        can_begin = self._disk.is_recovered or health is None or health.readable
+        if not self._disk.is_up or not can_begin:  # each try is a new process, which is up until it gives up
             yield f"the disk tier is away, and tried again: {self._disk.why_away()}"
         else:
             yield from _tier_problems("disk", WorkerName.DISK, self._disk, now, read_only=self._node.read_only)
