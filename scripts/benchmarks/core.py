@@ -38,7 +38,8 @@ def measure(plan: Plan) -> Iterator[Figure]:
         yield from _operations(plan, blocks)
     yield from _recovery(plan)
     yield from _memory(plan)
-    yield from _decisions(plan)
+    for count in (_MILLION // 10, _MILLION):
+        yield from _decisions(plan, plan.rounds(count, count // 100))
 
 
 def _operations(plan: Plan, blocks: int) -> Iterator[Figure]:
@@ -163,8 +164,8 @@ class _Alike:
         return 1
 
 
-def _decisions(plan: Plan) -> Iterator[Figure]:
-    """Choosing a victim of 100,000 extents of all kinds: alone, after a second in which others came, and in a batch."""
+def _decisions(plan: Plan, count: int) -> Iterator[Figure]:
+    """Choosing a victim of so many extents of all kinds: alone, after a second in which others came, and in a batch."""
 
     def use(extent: Extent) -> None:
         extent.kind, extent.last_used = rng.randrange(NUM_KINDS), now
@@ -173,7 +174,7 @@ def _decisions(plan: Plan) -> Iterator[Figure]:
     rng = random.Random(7)
     hazards = Hazards()
     order = Density(hazards, _Alike())
-    extents = [_extent(number) for number in range(plan.rounds(100_000, 5_000))]
+    extents = [_extent(number) for number in range(count)]
     now = 0.0
     for number in range(4_000):
         now += 1.0
@@ -207,8 +208,9 @@ def _decisions(plan: Plan) -> Iterator[Figure]:
         start = time.perf_counter()
         hazards.request(now)
         learning.append(time.perf_counter() - start)
-    yield of_seconds("choosing one victim", alone, unit="us", most=60.0, note=f"of {len(extents):,} extents")
-    yield of_seconds(f"the same, in a batch of {_BATCH}", batch, unit="us", most=20.0)
+    note = f"of {count:,} extents"
+    yield of_seconds("choosing one victim", alone, unit="us", most=60.0, note=note)
+    yield of_seconds(f"the same, in a batch of {_BATCH}", batch, unit="us", most=20.0, note=note)
     yield of_seconds("learning from what happened", learning, unit="ms", note="every 250 requests or 30 s")
 
 

@@ -32,8 +32,8 @@ of the time; so the policies that nobody has by default are looked at with eight
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Least token hit rates, in percent, of the policy of the node with extents of one block, by capacity. Where none
-    is given it has to find LEAST_OF_LRU of what LRU does."""
+    """Least token hit rates, in percent, of the policy of the node, by capacity and whatever the extents. Where none is
+    given it has to find LEAST_OF_LRU of what LRU does."""
 
     file: str
     least: dict[str, float]
@@ -87,7 +87,7 @@ def _figures(made: Study, place: int, bars: Bars, extent_blocks: int) -> Iterato
     extents = "block" if extent_blocks == 1 else f"{extent_blocks} blocks"
     least = bars.least.get(point.capacity.text)
     for outcome in point.outcomes:
-        is_ours = outcome.setup.policy == POLICIES[0] and extent_blocks == 1
+        is_ours = outcome.setup.policy == POLICIES[0]
         yield of_values(
             f"{name} {point.capacity.text}, {outcome.setup.policy}",
             [_rate(outcome)],

@@ -76,5 +76,5 @@ def test_a_growing_extent_remembers_its_longest_pause() -> None:
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="sizes are CPython's")
 def test_an_extent_is_small_enough_for_a_million_of_them_in_one_gibibyte() -> None:
-    """Itself; its keys and its place in the tree take 760 bytes more, which the benchmark measures."""
-    assert sys.getsizeof(extent_of(8)) <= 304
+    """Itself; keys and its place in the tree take 770 bytes more, as the benchmark measures, and the next slot 16."""
+    assert sys.getsizeof(extent_of(8)) <= 288

@@ -104,7 +104,6 @@ class Extent:
         "_branches",
         "above",
         "created",
-        "cut_at",
         "disk",
         "disk_bytes",
         "doomed",
@@ -159,7 +158,6 @@ class Extent:
         self.reading: Mapping[int, int] = _NO_READS  # rank -> op of the read that fills its slots
         self.holds: Mapping[Hashable, int] = _NO_HOLDS  # who -> how many blocks from the first must stay
         self.doomed: tuple[Doomed, ...] = ()
-        self.cut_at = b""  # key of the first block that was cut off, as long as none is in its place
         self.above: Branch | None = None
         self._branches: Branch | tuple[Branch, ...] = ()
         self.created = created

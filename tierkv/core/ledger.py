@@ -186,6 +186,7 @@ class Ledger:
         self.staged_children: dict[bytes, list[bytes]] = {}
         self.unsealed: dict[Extent, Growth] = {}
         self._new_unsealed: list[Extent] = []
+        self._cut_off: dict[Extent, bytes] = {}  # key of the first block that was, while none is in its place
         self.host_limit_since = 0.0
         self.touched: dict[Extent, None] = {}
         self.host_orders: dict[int, EvictionOrder] = {}  # slot size -> order
@@ -373,8 +374,9 @@ class Ledger:
                 tier=departure.tier,
                 reason=departure.reason,
             )
-            self.reuse.forget(self.ghosts.note(ghost, extent.cut_at), departure.now)
-            extent.cut_at = ghost.key
+            behind = self._cut_off.get(extent, b"")
+            self.reuse.forget(self.ghosts.note(ghost, behind), departure.now)
+            self._cut_off[extent] = ghost.key
 
     def _remove_extent(self, extent: Extent) -> None:
         group = self.group_of(extent)
@@ -383,6 +385,7 @@ class Ledger:
         group.extents -= 1
         self.unsealed.pop(extent, None)
         self.touched.pop(extent, None)
+        self._cut_off.pop(extent, None)
         self.host_order(group.slot_bytes).withdraw(extent)
         self.nvme_order.withdraw(extent)
         self.disk_order.withdraw(extent)
@@ -420,7 +423,7 @@ class Ledger:
         pieces = self.reuse.pieces(len(block_keys), suffix_tokens, claimed, now)
         self.reuse.grow(extent, pieces, group.block_tokens, now)
         self.unsealed[extent].appended(now)
-        extent.cut_at = b""
+        self._cut_off.pop(extent, None)
         group.last_used = now
         keys = b"".join(block_keys)
         self.grow_extent(extent, keys, slots)
