@@ -9,9 +9,14 @@ import pytest
 from tests.node.kit import GROUP, HEALTHY, RECOVERED, Kit
 from tests.node.test_reading_and_writing import store
 from tierkv.core.instructions import (
+    CountFiles,
+    FilesCounted,
+    GroupCount,
     OnDisk,
     PurgeRecorded,
     PurgeSwept,
+    Reckon,
+    Reckoned,
     Remove,
     Stop,
     Stopped,
@@ -25,7 +30,7 @@ from tierkv.core.reasons import Reason
 from tierkv.node.control import Drained
 from tierkv.node.draining import STOP_SECONDS, Draining
 from tierkv.node.mover import SILENT_SECONDS
-from tierkv.wire.messages import Match, Purge, Status, Usage
+from tierkv.wire.messages import Audit, Match, Purge, Status, Usage
 
 JOB = b"job-number-00001"
 REMOVE = Remove(op=1, fingerprint="ab" * 32, group=GROUP, rank=0, key=b"k" * 32)
@@ -177,3 +182,41 @@ def test_a_purge_is_over_when_both_tiers_are_swept_and_says_what_was_where(two_t
     last = two_tiers.ask(Purge, job=JOB)
     assert (last.phase, last.removed_files, last.removed_bytes) == ("gone", 3, 12_288)
     assert (last.removed_disk_files, last.removed_disk_bytes) == (2, 8_192)
+
+
+# ---- audits
+
+
+def count_nvme(kit: Kit) -> None:
+    """The storage worker's part of an audit, without a difference."""
+    (order,) = [one for one in kit.instructions() if isinstance(one, CountFiles)]
+    kit.report(FilesCounted(order.op, 0, 0, finished=True))
+    (reckon,) = [one for one in kit.instructions() if isinstance(one, Reckon)]
+    kit.report(Reckoned(reckon.op, []))
+
+
+def test_an_audit_tells_what_others_did_in_the_disk_directory_and_makes_no_difference_of_it(two_tiers: Kit) -> None:
+    two_tiers.ask(Audit, job=JOB)
+    count_nvme(two_tiers)
+    reply = two_tiers.ask(Audit, job=JOB)
+    assert (reply.finished, reply.stage) == (False, "disk")
+    (order,) = [one for one in two_tiers.disk_instructions() if isinstance(one, CountFiles)]
+    two_tiers.disk_report(FilesCounted(order.op + 1, 9, 9, finished=True), FilesCounted(order.op, 1, 3, finished=False))
+    assert (two_tiers.ask(Audit, job=JOB).done, two_tiers.ask(Audit, job=JOB).total) == (1, 3)
+    there = [GroupCount(GROUP, 2, 8_192, 0)]
+    two_tiers.disk_report(FilesCounted(order.op, 3, 3, finished=True, groups=there))
+    reply = two_tiers.ask(Audit, job=JOB)
+    assert (reply.finished, reply.table, reply.problem) == (True, (), "")
+    assert reply.disk_groups == (GroupCount(GROUP, 2, 8_192, 0),)
+
+
+def test_an_audit_does_not_wait_for_a_disk_tier_that_is_away_or_dies(two_tiers: Kit) -> None:
+    two_tiers.ask(Audit, job=JOB)
+    two_tiers.kill_disk_worker()
+    count_nvme(two_tiers)
+    reply = two_tiers.ask(Audit, job=JOB)
+    assert reply.finished
+    assert "has died" in reply.problem
+    two_tiers.ask(Audit, job=JOB)
+    count_nvme(two_tiers)
+    assert "the disk tier is not counted: its worker is not running" in two_tiers.ask(Audit, job=JOB).problem
