@@ -98,9 +98,10 @@ def ticket_not_committed(round_: Round, scenario: Scenario) -> None:
         round_.kill("engine", scenario.stage)
         round_.wait_back("engine")
         again = round_.until_granted("hold_ticket", **prompt)
-        round_.require(again == blocks, f"slots and keys of a dead engine are free again: {again} of {blocks}")
+        # There may be more room than at first, when much still waited for the disk.
+        round_.require(again >= blocks, f"slots and keys of a dead engine are free again: {again} of {blocks}")
         round_.doer.ask("fill", name="held")
-        round_.require(round_.doer.ask("commit", name="held") == blocks, "what was granted can be committed")
+        round_.require(round_.doer.ask("commit", name="held") == again, "what was granted can be committed")
 
 
 def commit_not_read(round_: Round, scenario: Scenario) -> None:
