@@ -320,6 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.lost_with_notice: set[bytes] = set()
         for _ in range(2):
             self.join()
+        self.limit_host()
         if self.limits.nvme_bytes:
             self.start_worker()
         if self.limits.disk_bytes:
@@ -329,7 +330,6 @@ class CacheMachine(RuleBasedStateMachine):
             self.absorb(self.state.open_group(spec, self.now))
             for session in self.here.sessions:
                 self.state.session_opens(session, spec.group)
-        self.limit_host()
         self.orphans = {extent.key for extent in self.state._ledger.tree if extent.is_orphan}
         self.damaged = self.pins_damaged = self.state.counts.damaged_extents.total()
 

@@ -200,6 +200,9 @@ def test_a_copy_that_another_node_removed_is_gone_and_nothing_else() -> None:
     assert bench.where(first) == "hn"
 
 
+@pytest.mark.scenario(
+    "B021", then="what another node has removed fails one load from the disk tier, and is known no more"
+)
 def test_a_file_that_goes_while_it_is_read_fails_one_load() -> None:
     bench = DiskBench(host_slots=4, nvme_extents=2)
     first, *_ = bench.store_several(4)

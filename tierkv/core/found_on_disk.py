@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tierkv.core.changes import Changes
 from tierkv.core.demotions import Demotions
 from tierkv.core.disk_eviction import DiskEviction
@@ -32,8 +34,8 @@ from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 from tierkv.core.tier_files import TierFiles
 
-ROWS_AT_A_TIME = 500
-"""Of those that had to wait."""
+ROWS_AT_A_TIME = 100
+"""A few milliseconds: requests are answered in between."""
 
 SLICE = 2_000
 """Extents looked at in one step for the parents of those that were found: some milliseconds."""
@@ -65,7 +67,7 @@ class FoundOnDisk:
         self._demotions = demotions
         self._losses = losses
         self._changes = changes
-        self._waiting: deque[Rows | FileLost] = deque()  # told before NVMe was recovered, or behind such
+        self._waiting: deque[Rows | FileLost] = deque()  # in the order in which they were told
         self._held: list[Rows] = []  # of groups that are not known, or are being purged
         self._others: dict[bytes, _Others] = {}  # by key
         self._to_adopt: Iterator[Extent] | None = None
@@ -97,22 +99,23 @@ class FoundOnDisk:
 
     def step(self, now: float) -> None:
         """A slice of what nobody waits for."""
-        rows = 0
-        while self._waiting and self._nvme.is_open and rows < ROWS_AT_A_TIME:
+        left = ROWS_AT_A_TIME
+        while self._waiting and self._nvme.is_open and left > 0:
             report = self._waiting.popleft()
-            if isinstance(report, Rows):
-                rows += len(report.rows)
-                self._take_rows(report, now)
-            else:
+            if isinstance(report, FileLost):
                 self._file_lost(report, now)
+                continue
+            if len(report.rows) > left:
+                self._waiting.appendleft(msgspec.structs.replace(report, rows=report.rows[left:]))
+                report = msgspec.structs.replace(report, rows=report.rows[:left])
+            left -= len(report.rows)
+            self._take_rows(report, now)
         self.adopt()
 
     def rows(self, report: Rows, now: float) -> None:
-        if self._waiting or not self._nvme.is_open:
-            self._waiting.append(report)
-        else:
-            self._take_rows(report, now)
-            self.adopt()
+        """Some of them are taken now, the rest by `step`."""
+        self._waiting.append(report)
+        self.step(now)
 
     def _take_rows(self, report: Rows, now: float) -> None:
         group = self._ledger.groups.get(report.group)
