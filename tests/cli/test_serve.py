@@ -36,6 +36,7 @@ def test_every_setting_is_an_option():
 def test_a_setting_that_is_given_arrives_at_the_node(name, source, tierkv, started, tmp_path, monkeypatch):
     in_file, in_env, as_option = VALUES[name]
     arguments = [] if name == "data_dir" else ["--data-dir", str(tmp_path)]
+    arguments += ["--disk-dir", f"{tmp_path}.disk"] if name == "disk_bytes" else []
     if source == "option":
         value = as_option
         arguments += [option_name(name), str(value)]
