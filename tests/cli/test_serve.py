@@ -36,7 +36,8 @@ def test_every_setting_is_an_option():
 def test_a_setting_that_is_given_arrives_at_the_node(name, source, tierkv, started, tmp_path, monkeypatch):
     in_file, in_env, as_option = VALUES[name]
     arguments = [] if name == "data_dir" else ["--data-dir", str(tmp_path)]
-    arguments += ["--disk-dir", f"{tmp_path}.disk"] if name == "disk_bytes" else []
+    beside = {"disk_dir": f"{tmp_path}.disk"} if name == "disk_bytes" else {}
+    arguments += [part for other, path in beside.items() for part in (option_name(other), path)]
     if source == "option":
         value = as_option
         arguments += [option_name(name), str(value)]
@@ -50,7 +51,7 @@ def test_a_setting_that_is_given_arrives_at_the_node(name, source, tierkv, start
         (tmp_path / "t.toml").write_text(f"{name} = {in_file}\n")
         arguments += ["--config", str(tmp_path / "t.toml")]
     assert tierkv("serve", *arguments).code == 0
-    expected = Settings.model_validate({"data_dir": tmp_path, name: value})
+    expected = Settings.model_validate({"data_dir": tmp_path, **beside, name: value})
     assert getattr(started[0], name) == getattr(expected, name)
 
 
