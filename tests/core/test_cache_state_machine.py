@@ -1381,7 +1381,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A block goes only after all that hang on it; what is found bad may go at any time."""
         tree = self.state._ledger.tree
         orphans = {extent.key for extent in tree if extent.is_orphan}
-        bereft = {key for key in orphans - self.orphans if tree.heads[key].parent in self.present}
+        bereft = {key for key in orphans - self.orphans if {key, tree.heads[key].parent} <= self.present}
         damaged = self.state.counts.damaged_extents.total()
         is_excused = damaged > self.damaged or self.others_did
         assert not bereft or is_excused, "a parent was evicted before its children"

@@ -185,7 +185,7 @@ def test_of_an_extent_that_is_partly_in_memory_each_block_is_dropped_once(by_han
         assert (preview.lost_tokens, state.lost_tokens, state.tokens, state.evictions) == (3, 3, 8, 2)
     else:
         (extent,) = bench.state._ledger.tree
-        bench.state._cascade.leave_nvme(extent, bench.now)
+        bench.state._cascade.send_off(extent, "nvme", bench.now, Reason.EVICTED)
         bench.absorb(bench.state.tick(bench.now))
         bench.work()
     assert bench.match(prompt) == (5, 5)

@@ -65,7 +65,6 @@ class Cascade:
         self.found = FoundOnDisk(ledger, disk, nvme, self.disk_eviction, self.demotions, self.losses, changes)
         self.demotions.lose_source = self.losses.source_is_damaged
         self.demotions.on_files = self.found.demoted
-        self._leaving_nvme = leaving_nvme
 
     def hold_back(self, is_covered: Callable[[Group], bool]) -> None:
         """Nothing of groups of which this is true is written or taken from the disk for now."""
@@ -86,10 +85,6 @@ class Cascade:
 
     def leave_host(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
         self._host.leave(extent, remaining, now, reason)
-
-    def leave_nvme(self, victim: Extent, now: float, reason: Reason = Reason.EVICTED) -> None:
-        """At once, whether the disk tier has it or not."""
-        self._leaving_nvme.leave(victim, now, reason)
 
     def send_off(self, victim: Extent, tier: str, now: float, reason: Reason) -> None:
         """From a tier of files, which it may leave."""
