@@ -269,6 +269,17 @@ def test_a_longer_file_of_another_node_is_a_copy_as_good() -> None:
     assert bench.load(mine).blocks == 2
 
 
+def test_a_longer_file_does_not_hide_what_hangs_on_its_beginning() -> None:
+    bench = DiskBench(host_slots=8, nvme_extents=4)
+    mine = bench.prompt(1, 2, 3)
+    bench.disk_worker.put(mine, 1, 3, bench.now)
+    bench.hear_disk()
+    bench.disk_worker.put(bench.prompt(1, 2, 9), 0, 3, bench.now)
+    bench.hear_disk()
+    assert bench.match(mine) == (3, 0)
+    assert bench.load(mine).blocks == 3
+
+
 def test_parents_stay_below_what_hangs_on_them() -> None:
     bench = DiskBench(host_slots=4, nvme_extents=1, disk_extents=2)
     bench.store_durably(bench.prompt(1, 101))

@@ -259,10 +259,18 @@ class FoundOnDisk:
         for rank in list(others.rows):
             self._forget_other(key, rank)
         if extent is None:
-            extent = self._add(group, _with(shortest, shortest.file_bytes, last_used), now)
+            row = msgspec.structs.replace(shortest, keys=self._own_keys(shortest.keys), last_used=last_used)
+            extent = self._add(group, row, now)
         self._files.found(extent, size)
         self._files.books.post(extent, Account.FOUND, Account.DISK, size)
         self._changes.note(extent)
+
+    def _own_keys(self, keys: bytes) -> bytes:
+        """Up to a block that heads an extent already: that one hangs on what is before, and would be out of reach."""
+        heads = self._ledger.tree.heads
+        block_keys = split_keys(keys)
+        end = next((at for at, key in enumerate(block_keys) if at and key in heads), len(block_keys))
+        return keys[: end * KEY_BYTES]
 
     def _is_copy(self, row: ExtentRow, extent: Extent) -> bool:
         is_same = (extent.parent, extent.first_token) == (row.parent, row.first_token)
