@@ -72,6 +72,8 @@ class DiskWorker(Worker):
             return OpFailed(op.op, Reason.KEY_MISMATCH)
         if None in source.content:
             return OpFailed(op.op, Reason.CHECKSUM)
+        if there is not None and None in there.content and there.keys.startswith(source.keys):
+            there = None  # it is read, and replaced
         if there is not None and there.keys.startswith(source.keys):
             return WriteDone(op.op, there.row.file_bytes, 0.01)
         if there is not None and not source.keys.startswith(there.keys):

@@ -123,6 +123,19 @@ def test_a_damaged_file_of_its_name_is_replaced(nvme: DataDirectory, disk: DataD
     assert sample.read(disk).valid == 3
 
 
+def test_a_file_of_its_name_with_a_damaged_block_is_replaced(nvme: DataDirectory, disk: DataDirectory) -> None:
+    """Its header is right, so nothing but reading it tells: and the file on NVMe will be given up for it."""
+    sample = Sample(num_blocks=5)
+    sample.write(nvme)
+    assert isinstance(copy(nvme, disk, sample), WrittenFile)
+    right = path_of(disk, sample.name).read_bytes()
+    path_of(disk, sample.name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    copied = copy(nvme, disk, sample)
+    assert isinstance(copied, WrittenFile)
+    assert path_of(disk, sample.name).read_bytes() == right
+    assert temp_files(disk) == []
+
+
 def test_where_a_file_has_one_name_only_it_is_copied_all_the_same(nvme: DataDirectory, disk: DataDirectory) -> None:
     sample = Sample()
     sample.write(nvme)

@@ -2,7 +2,7 @@
 
     NVMe file -> header against the order -> what has the name on disk?
         nothing                                  copied, and put there if there is nothing still
-        the same blocks, or more of them         taken over as it is
+        the same blocks, or more of them         read; taken over as it is where all of it is right, else replaced
         the first of these blocks                copied, and put in its place
         blocks that go on otherwise              name_taken
         a damaged file                           copied, and put in its place
@@ -28,7 +28,7 @@ from tierkv.core.instructions import Demote
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, OtherExtent, StorageError, UnknownFormat
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.extent_file import WrittenFile, check_expected, require_ours
+from tierkv.storage.extent_file import WrittenFile, check_expected, require_ours, verify_file
 from tierkv.storage.extent_header import FoundExtent, check_name, load_extent, open_regular, read_header_at
 from tierkv.storage.format import decode_intact
 from tierkv.storage.names import ExtentName
@@ -116,7 +116,7 @@ def _copy_once(
     with ExitStack() as opened:
         fd, extent = _open_source(opened, source, demote, name, identity)
         there = _look(target, demote, name, identity)
-        if isinstance(there, FoundExtent):
+        if isinstance(there, FoundExtent) and _is_whole(target, name):
             _refresh(target, name, there, demote.last_used)
             return WrittenFile(there.file_bytes, target.unflushed(name.folder), there.header.keys)
         if there is _Name.TAKEN:
@@ -132,7 +132,7 @@ def _copy_once(
                 raise _NameChanged
         else:
             temp.publish(
-                name.folder, name.file, refuse=lambda folder_fd: _require_same(folder_fd, demote, name, identity)
+                name.folder, name.file, refuse=lambda folder_fd: _require_same(folder_fd, demote, name, identity, there)
             )
         reached("renamed")
     return WrittenFile(extent.file_bytes, target.unflushed(name.folder), extent.header.keys)
@@ -233,15 +233,26 @@ def _look_in(folder_fd: int, demote: Demote, name: ExtentName, identity: Identit
     return found
 
 
-def _require_same(folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None) -> None:
-    """Still to be replaced, or gone. Raises _NameChanged."""
+def _is_whole(target: DataDirectory, name: ExtentName) -> bool:
+    """Whether a file that was found is right to its last block. The file on NVMe is given up for it, so what its header
+    says is not enough. Raises _NameChanged where it is gone."""
+    seen = verify_file(target, name)
+    if seen.reason is Reason.NOT_FOUND:
+        raise _NameChanged
+    return seen.reason is None
+
+
+def _require_same(
+    folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None, seen: FoundExtent | _Name
+) -> None:
+    """Still to be replaced, as it was `seen`, or gone. Raises _NameChanged."""
     try:
         there = _look_in(folder_fd, demote, name, identity)
     except StorageError as error:
         if error.errno_name != "ENOENT":
             raise
         return
-    if there is not _Name.TO_REPLACE:
+    if there is not _Name.TO_REPLACE and there != seen:
         raise _NameChanged
 
 
