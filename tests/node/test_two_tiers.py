@@ -125,6 +125,14 @@ def test_what_is_wrong_with_the_disk_tier_is_told_as_of_nvme(two_tiers: Kit, hea
     assert two_tiers.ask(Status).problems == (words,)
 
 
+def test_what_the_start_of_either_tier_did_not_take_is_counted(two_tiers: Kit) -> None:
+    two_tiers.report(msgspec.structs.replace(RECOVERED, foreign=1))
+    two_tiers.disk_report(msgspec.structs.replace(RECOVERED, quarantined=3, foreign=2, unknown_format=4, unreadable=5))
+    found = {"set_aside": 3, "foreign": 3, "unknown_format": 4, "unreadable": 5}
+    assert two_tiers.ask(Status).found == found
+    assert two_tiers.survey.snapshot(two_tiers.now).found == found
+
+
 def test_a_silent_disk_worker_is_named(two_tiers: Kit) -> None:
     two_tiers.now += SILENT_SECONDS + 1
     two_tiers.report(HEALTHY)

@@ -253,16 +253,14 @@ class Survey:
             yield f"{missing:,} requests are missing in the recording; `tierkv replay` names the places"
 
     def _found(self) -> dict[str, int]:
-        """What the last start found in the data directory that it did not take, where there was any."""
-        recovered = self._worker.found
-        if recovered is None:
-            return {}
-        counts = {
-            "set_aside": recovered.quarantined,
-            "foreign": recovered.foreign,
-            "unknown_format": recovered.unknown_format,
-            "unreadable": recovered.unreadable,
-        }
+        """What the last start found that it did not take, in the data directory and the disk directory together."""
+        counts: Counter[str] = Counter()
+        for recovered in (self._worker.found, self._disk.found):
+            if recovered is not None:
+                counts["set_aside"] += recovered.quarantined
+                counts["foreign"] += recovered.foreign
+                counts["unknown_format"] += recovered.unknown_format
+                counts["unreadable"] += recovered.unreadable
         return {name: count for name, count in counts.items() if count}
 
     def _workers(self, now: float) -> Iterator[WorkerStatus]:

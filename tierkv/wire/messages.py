@@ -525,8 +525,8 @@ class RecordingStatus(msgspec.Struct, frozen=True):
 class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     """`state`: recovering, ready, degraded or stopping; `problems` says in words what is not as it should be, and
     `warnings` what is right and perhaps not as it was meant. `found`: what the last start met in the data directory
-    and did not take (set_aside, foreign, unknown_format, unreadable), as far as there was any. `recording` is absent
-    where nothing is recorded."""
+    and the disk directory and did not take (set_aside, foreign, unknown_format, unreadable), as far as there was any.
+    `recording` is absent where nothing is recorded."""
 
     state: str
     problems: tuple[str, ...]
