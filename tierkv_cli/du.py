@@ -40,7 +40,8 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
     has to be said on the node's machine, by who may read these.
 
     Without a running node the data directory tells, by the balances of its journal, which takes the same time however
-    many files there are; the first line says as of when. `--scan` looks at each file instead. Exit code 4 where there
+    many files there are; the first line says as of when. `--scan` looks at each file instead, in the disk directory as
+    well: that of the settings, or else the one that the node has used last. Exit code 4 where there
     is no journal to read. A node that runs is recounted by `tierkv audit`.
     """
     from tierkv_cli.output import console, plain, print_json
@@ -90,6 +91,7 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
 
 
 def _offline(where: Where, by: str, *, disk: bool, scan: bool, as_json: bool) -> int:
+    from tierkv.errors import DataDirectoryError
     from tierkv_cli import offline_du
     from tierkv_cli.output import console, print_json
     from tierkv_cli.progress import Meter
@@ -98,12 +100,22 @@ def _offline(where: Where, by: str, *, disk: bool, scan: bool, as_json: bool) ->
     settings = where.settings().settings
     with or_silent(where), Meter("counting") as meter:
         found = offline_du.usage_offline(
-            settings, scan=scan, progress=lambda done, total: meter.say("groups", done, total)
+            settings, scan=scan, measure=disk, progress=lambda done, total: meter.say("groups", done, total)
         )
     on_disk = measure_disk(str(settings.data_dir)) if disk else []
+    on_share: list[DiskUse] = []
+    if disk and found.disk_dir is not None:
+        try:
+            on_share = measure_disk(str(found.disk_dir))
+        except DataDirectoryError as error:  # it may well be away while the data directory is not
+            click.echo(f"tierkv: not measured: {error}", err=True)
     lines = aggregate(found.rows, by)
     if as_json:
-        print_json(offline_du.as_object(found, lines, by) | ({"disk": disk_as_object(on_disk)} if disk else {}))
+        print_json(
+            offline_du.as_object(found, lines, by)
+            | ({"disk": disk_as_object(on_disk)} if disk else {})
+            | ({"disk_tier": disk_as_object(on_share)} if on_share else {})
+        )
         return 0
     screen = console()
     for part in offline_du.view(found, lines, by):
@@ -111,6 +123,9 @@ def _offline(where: Where, by: str, *, disk: bool, scan: bool, as_json: bool) ->
     if disk:
         screen.print("")
         screen.print(_disk_table("on disk", on_disk))
+    if on_share:
+        screen.print("")
+        screen.print(_disk_table("in the disk directory", on_share))
     for note in found.notes:
         click.echo(f"tierkv: {note}", err=True)
     return 0

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+
+import click
 
 from tierkv.config import Settings
 from tierkv.errors import DataDirectoryError, StorageError
 from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory, Kind
+from tierkv.storage.disk_directory import last_disk_directory
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.verification import Progress, verify_directory
 from tierkv.wire.messages import DamagedEntry, VerifyReply
@@ -34,11 +38,11 @@ def verify_offline(settings: Settings, *, repair: bool) -> Iterator[VerifyReply]
         directory = owned.enter_context(opened)
         owned.enter_context(lock_data_directory(settings.data_dir, 0.0))
         disk, problem = None, ""
-        if settings.disk_dir is not None:
-            try:
-                disk = owned.enter_context(open_disk(settings))
-            except (DataDirectoryError, StorageError) as error:
-                problem = f"the disk tier is not looked at: {error}"
+        try:
+            if (disk_dir := find_disk(settings, directory)) is not None:
+                disk = owned.enter_context(open_disk(disk_dir, settings))
+        except (DataDirectoryError, StorageError) as error:
+            problem = f"the disk tier is not looked at: {error}"
         before = NOTHING
         for progress in verify_directory(directory, _quarantine(directory, settings) if repair else None):
             is_last = progress.finished and disk is None
@@ -49,11 +53,21 @@ def verify_offline(settings: Settings, *, repair: bool) -> Iterator[VerifyReply]
                 yield _as_reply(progress, before, "disk", finished=progress.finished)
 
 
-def open_disk(settings: Settings) -> DataDirectory:
+def find_disk(settings: Settings, directory: DataDirectory) -> Path | None:
+    """The disk directory: that of the settings, or else the one that the node of this data directory has used last,
+    which is said on stderr. None: it has none. Raises DataDirectoryError where it can't be told."""
+    if settings.disk_dir is not None:
+        return settings.disk_dir
+    found = last_disk_directory(directory)
+    if found is not None:
+        click.echo(f"tierkv: no setting names disk_dir; this node has last used {found}", err=True)
+    return found
+
+
+def open_disk(disk_dir: Path, settings: Settings) -> DataDirectory:
     """The disk directory, to be looked at. Raises DataDirectoryError, StorageError."""
-    assert settings.disk_dir is not None, "asked before"
     return DataDirectory.open(
-        settings.disk_dir,
+        disk_dir,
         kind=Kind.DISK,
         create=False,
         writable=False,

@@ -1,27 +1,29 @@
 """What takes how much room, without a node: from the journal's balances, or from the files themselves.
 
 The balances are a fold over a checkpoint and the rows behind it: reading them takes as long for ten files as for a
-million. Counting the files takes a look at each.
+million. Counting the files takes a look at each, also in the disk directory.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from tierkv.config import Settings
 from tierkv.core.journal import NOBODY, Account
-from tierkv.errors import IncompleteError, StorageError, UnknownFormat
+from tierkv.errors import DataDirectoryError, IncompleteError, StorageError, UnknownFormat
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.journal import Journal
 from tierkv.storage.namespace import read_identity, read_model
 from tierkv.storage.recount import files_of
 from tierkv.storage.walk import GroupFolder, Strays, find_groups
 from tierkv.wire.messages import UsageRow
+from tierkv_cli.offline import find_disk, open_disk
 from tierkv_cli.offline_journal import locked
 
 if TYPE_CHECKING:
@@ -35,27 +37,68 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineUse:
     """`source`: journal, the sums as they were at `as_of`, seconds since 1970; or scan, files counted then, and
-    `files` says how many. `notes`: why the figures may be off, in words."""
+    `files` says how many. `notes`: why the figures may be off, in words. `disk_dir` where it was looked for."""
 
     rows: tuple[UsageRow, ...]
     source: str
     as_of: float
     files: int | None
     notes: tuple[str, ...]
+    disk_dir: Path | None = None
 
 
-def usage_offline(settings: Settings, *, scan: bool, progress: Progress = lambda done, total: None) -> OfflineUse:
-    """Raises DataDirectoryInUse when a node has the lock after all, DataDirectoryError when there is nothing,
-    IncompleteError when there is no journal to tell it."""
+def usage_offline(
+    settings: Settings, *, scan: bool, measure: bool = False, progress: Progress = lambda done, total: None
+) -> OfflineUse:
+    """`measure`: the disk directory is wanted as well, whatever tells the sums. Raises DataDirectoryInUse when a node
+    has the lock after all, DataDirectoryError when there is nothing, IncompleteError when there is no journal to tell
+    it."""
     with locked(settings, read_only=True) as directory:
-        strays = Strays()
-        folders = list(find_groups(directory, strays))
-        if scan:
-            return _counted(directory, folders, strays, progress)
-        return _booked(directory, settings, folders)
+        disk_dir, problems = None, []
+        if scan or measure:
+            try:
+                disk_dir = find_disk(settings, directory)
+            except DataDirectoryError as error:
+                problems.append(f"not looked at: the disk tier: {error}")
+        found = _counted(directory, settings, disk_dir, progress) if scan else _booked(directory, settings)
+        return replace(found, disk_dir=disk_dir, notes=(*found.notes, *problems))
 
 
-def _counted(directory: DataDirectory, folders: list[GroupFolder], strays: Strays, progress: Progress) -> OfflineUse:
+def _counted(directory: DataDirectory, settings: Settings, disk_dir: Path | None, progress: Progress) -> OfflineUse:
+    nvme, disk = _count(directory, progress), _Count([], {}, 0, [])
+    groups = frozenset(folder.group for folder in nvme.folders)
+    rows: list[UsageRow] = []
+    try:
+        if disk_dir is not None:
+            with open_disk(disk_dir, settings) as opened:
+                disk = _count(opened, progress)
+                others = {group: size for group, size in disk.sizes.items() if group not in groups}
+                rows += _rows(opened, disk.folders, {}, others)
+    except (DataDirectoryError, StorageError) as error:
+        disk.problems.append(f"the disk tier: {error}")
+    ours = {group: size for group, size in disk.sizes.items() if group in groups}
+    return OfflineUse(
+        rows=(*_rows(directory, nvme.folders, nvme.sizes, ours), *rows),
+        source="scan",
+        as_of=time.time(),
+        files=nvme.files + disk.files,
+        notes=tuple(f"not looked at: {problem}" for problem in (*nvme.problems, *disk.problems)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Of one directory: bytes by group, and what of it could not be looked at."""
+
+    folders: list[GroupFolder]
+    sizes: dict[bytes, int]
+    files: int
+    problems: list[str]
+
+
+def _count(directory: DataDirectory, progress: Progress) -> _Count:
+    strays = Strays()
+    folders = list(find_groups(directory, strays))
     sizes: dict[bytes, int] = {}
     files = 0
     for done, folder in enumerate(folders):
@@ -63,12 +106,10 @@ def _counted(directory: DataDirectory, folders: list[GroupFolder], strays: Stray
         for _, size in files_of(directory, folder, strays, []):
             sizes[folder.group] = sizes.get(folder.group, 0) + size
             files += 1
-    rows = tuple(_rows(directory, folders, sizes, {}))
-    notes = tuple(f"not looked at: {problem}" for problem in strays.problems)
-    return OfflineUse(rows=rows, source="scan", as_of=time.time(), files=files, notes=notes)
+    return _Count(folders, sizes, files, strays.problems)
 
 
-def _booked(directory: DataDirectory, settings: Settings, folders: list[GroupFolder]) -> OfflineUse:
+def _booked(directory: DataDirectory, settings: Settings) -> OfflineUse:
     try:
         journal = Journal(
             directory, max_bytes=settings.journal_bytes, max_age_seconds=1e12, now=time.time(), read_only=True
@@ -78,7 +119,7 @@ def _booked(directory: DataDirectory, settings: Settings, folders: list[GroupFol
     if journal.is_new:
         raise IncompleteError("this data directory has no journal yet; --scan counts its files")
     nvme, disk = (journal.balances.of_account(account) for account in (Account.NVME, Account.DISK))
-    rows = tuple(_rows(directory, folders, nvme, disk))
+    rows = tuple(_rows(directory, list(find_groups(directory, Strays())), nvme, disk))
     begun = len(journal.balances.begun)
     moving = (f"{begun:,} files were being written or removed when the node ended",) if begun else ()
     excuse = (journal.balances.excuse,) if journal.balances.excuse else ()

@@ -25,7 +25,7 @@ from tierkv.storage.purge_record import read_records
 from tierkv.storage.recount import files_of, recount
 from tierkv.storage.walk import Strays, find_groups
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
-from tierkv_cli.offline import open_disk
+from tierkv_cli.offline import find_disk, open_disk
 
 SECONDS_PER_DAY = 86_400.0
 
@@ -105,7 +105,7 @@ def audit_offline(settings: Settings, *, resolve: int, resolution: str) -> Itera
         was_closed = books.is_closed
         try:
             for step in _audit(directory, books, resolve, resolution):
-                yield _with_disk(step, books, settings) if step.finished and not resolve else step
+                yield _with_disk(step, books, settings, directory) if step.finished and not resolve else step
         finally:
             books.close(in_order=was_closed)
 
@@ -129,15 +129,18 @@ def _audit(directory: DataDirectory, books: Books, resolve: int, resolution: str
     )
 
 
-def _with_disk(reply: AuditReply, books: Books, settings: Settings) -> AuditReply:
+def _with_disk(reply: AuditReply, books: Books, settings: Settings, data: DataDirectory) -> AuditReply:
     """With what lies in the disk directory, against what this node had last booked of it."""
-    if settings.disk_dir is None or books.journal is None:
+    if books.journal is None:
         return reply
     booked = books.journal.balances.of_account(Account.DISK)
     files: Counter[bytes] = Counter()
     counted: Counter[bytes] = Counter()
     try:
-        with open_disk(settings) as directory:
+        disk_dir = find_disk(settings, data)
+        if disk_dir is None:
+            return reply
+        with open_disk(disk_dir, settings) as directory:
             strays = Strays()
             for folder in find_groups(directory, strays):
                 for _, size in files_of(directory, folder, strays, []):

@@ -28,6 +28,7 @@ def command(*, where: Where, repair: bool, as_json: bool) -> int:
     checksums, reading all of it.
 
     The node does it when one is running (and goes on serving); else it is done here, with the data directory locked.
+    Where no setting names a disk directory then, it is the one that the node has used last.
     Damaged files are never served, found or not; this finds them before a request does. Exit code 4 when damaged files
     are left, or when it did not come to its end.
     """

@@ -11,6 +11,7 @@ from tierkv.core.instructions import OpenNamespace
 from tierkv.core.journal import Account
 from tierkv.storage.books import Books
 from tierkv.storage.directory import DataDirectory
+from tierkv.storage.disk_directory import hold_disk_index, open_disk_directory
 from tierkv.storage.namespace import write_namespace
 from tierkv.wire.messages import NvmeWear, PrefillRow
 from tierkv_cli.du import BY, aggregate, total
@@ -210,6 +211,33 @@ def test_without_a_node_a_scan_counts_the_files(tierkv, left):
     outcome = tierkv("du", "--scan", "--disk", "--data-dir", str(data_dir))
     assert "no node is running; 2 files counted now" in outcome.out
     assert "on disk" in outcome.out
+
+
+def test_without_a_node_a_scan_counts_the_disk_directory_that_it_used_last_as_well(tierkv, left, tmp_path):
+    data_dir, paths = left
+    with (
+        DataDirectory.open(data_dir) as data,
+        hold_disk_index(data),
+        open_disk_directory(tmp_path / "disk", data, direct_io=False, read_only=False) as disk,
+    ):
+        ours, others = Sample(seed=3), other_tenants(seed=4, salt="theirs")
+        for sample in (ours, others):
+            write_namespace(disk, OpenNamespace(group=sample.group, identity=sample.identity, model_name="llama"))
+            sample.write(disk)
+        on_disk = [path_of(disk, sample.name).stat().st_size for sample in (ours, others)]
+    found = tierkv("du", "--scan", "--by", "tenant", "--data-dir", str(data_dir), "--json").json
+    assert (found["files"], found["total"]["disk_bytes"]) == (len(paths) + 2, sum(on_disk))
+    assert found["total"]["nvme_bytes"] == sum(path.stat().st_size for path in paths)
+    by_tenant = {line["tenant"]: line for line in found["lines"]}
+    assert (by_tenant[""]["groups"], by_tenant[""]["disk_bytes"]) == (1, on_disk[0])
+    found = tierkv("du", "--disk", "--data-dir", str(data_dir), "--json").json
+    assert found["disk_tier"]["extents"]["files"] == 2
+    assert "in the disk directory" in tierkv("du", "--disk", "--data-dir", str(data_dir)).out
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    outcome = tierkv("du", "--scan", "--disk", "--data-dir", str(data_dir))
+    assert outcome.code == 0
+    assert "not looked at: the disk tier" in outcome.err
+    assert "not measured" in outcome.err
 
 
 def test_a_node_that_was_killed_leaves_a_note_of_what_was_moving(tierkv, left):

@@ -15,6 +15,7 @@ from tierkv.core.instructions import Difference, GroupCount
 from tierkv.errors import NodeSilent, NodeUnreachable
 from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory, Kind
+from tierkv.storage.disk_directory import hold_disk_index, open_disk_directory
 from tierkv.storage.journal import Journal
 from tierkv.wire.messages import AuditReply, EvictionsReply, GroupLabel
 from tierkv_cli.eviction_plot import draw_evictions
@@ -356,6 +357,18 @@ def test_what_could_not_be_looked_at_is_code_4(tierkv, node, journal):
     journal["audit"] = AuditReply(id=1, finished=True, problem="models/ab: can't be listed")
     outcome = tierkv("audit")
     assert (outcome.code, "can't be listed" in outcome.err) == (4, True)
+
+
+def test_without_a_setting_an_audit_counts_the_disk_directory_that_was_used_last(tierkv, node, tmp_path):
+    node.is_there = False
+    with (
+        DataDirectory.open(tmp_path / "data") as data,
+        hold_disk_index(data),
+        open_disk_directory(tmp_path / "disk", data, direct_io=False, read_only=False) as disk,
+    ):
+        Sample(seed=1).write(disk)
+    outcome = tierkv("audit", "--data-dir", str(tmp_path / "data"))
+    assert (outcome.code, "disk tier: counted 1 file" in outcome.out) == (0, True)
 
 
 def test_without_a_node_an_audit_counts_the_disk_directory_as_well(tierkv, node, tmp_path, monkeypatch):

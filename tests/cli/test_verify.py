@@ -8,6 +8,7 @@ import pytest
 from tests.storage.samples import Sample, path_of
 from tierkv.node.lock import lock_data_directory
 from tierkv.storage.directory import DataDirectory, Kind
+from tierkv.storage.disk_directory import hold_disk_index, open_disk_directory
 from tierkv.wire.messages import DamagedEntry, VerifyReply
 
 BAD = DamagedEntry(path="models/ab/cd/0/ef/ef00.kv", reason="checksum")
@@ -144,6 +145,28 @@ def test_without_a_node_the_disk_directory_is_checked_behind_the_data_directory(
     assert len(list((disk_dir / "quarantine").iterdir())) == 1
     found = tierkv("verify", "--data-dir", str(data_dir), "--json").json
     assert (found["checked_files"], found["total_files"], found["damaged"], found["finished"]) == (3, 3, [], True)
+
+
+def test_without_a_setting_the_disk_directory_is_the_one_that_the_node_used_last(
+    tierkv, data_dir, disk_dir, monkeypatch
+):
+    monkeypatch.delenv("TIERKV_DISK_DIR")
+    with DataDirectory.open(data_dir) as data, hold_disk_index(data):
+        open_disk_directory(disk_dir, data, direct_io=False, read_only=False).close()
+    outcome = tierkv("verify", "--data-dir", str(data_dir))
+    assert (outcome.code, "checked 5 of 5 files" in outcome.out) == (4, True)
+    assert f"no setting names disk_dir; this node has last used {disk_dir}" in outcome.err
+    assert "disk: models/" in outcome.out
+    disk_dir.rename(disk_dir.parent / "elsewhere")
+    outcome = tierkv("verify", "--repair", "--data-dir", str(data_dir))
+    assert (outcome.code, "the disk tier is not looked at" in outcome.err) == (4, True)
+
+
+def test_a_disk_tier_that_nobody_can_name_is_not_passed_over(tierkv, data_dir):
+    with DataDirectory.open(data_dir) as data, hold_disk_index(data):
+        pass  # it went before the directory was found
+    outcome = tierkv("verify", "--repair", "--data-dir", str(data_dir))
+    assert (outcome.code, "name it as disk_dir" in outcome.err) == (4, True)
 
 
 def test_without_a_node_a_disk_directory_that_is_away_is_named(tierkv, data_dir, monkeypatch, tmp_path):

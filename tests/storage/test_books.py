@@ -57,9 +57,9 @@ def used(directory: DataDirectory) -> Books:
     return opened
 
 
-def other_tenants(seed: int = 5) -> Sample:
+def other_tenants(seed: int = 5, salt: str = "other") -> Sample:
     sample = Sample(seed=seed)
-    sample.identity = identity(salt="other")
+    sample.identity = identity(salt=salt)
     sample.group = sample.parent = sample.identity.group_key()
     sample.keys = chain_keys(sample.group, sample.tokens, 4)
     sample.name = ExtentName(FINGERPRINT, sample.group, 0, sample.keys[:KEY_BYTES])

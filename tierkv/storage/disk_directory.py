@@ -29,7 +29,7 @@ from tierkv.storage.names import DISK_INDEX
 from tierkv.storage.stamp import FORMAT, LOCK
 from tierkv.storage.system_calls import Failure, call
 
-__all__ = ["require_apart", "open_disk_directory", "hold_disk_index"]
+__all__ = ["require_apart", "open_disk_directory", "last_disk_directory", "hold_disk_index"]
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,23 @@ def open_disk_directory(
     if not read_only:
         _write_used(data, _Used(str(path), disk.store_id), used)
     return disk
+
+
+def last_disk_directory(data: DataDirectory) -> Path | None:
+    """Which one the node of `data` has used last; None where it has had no disk tier. Raises DataDirectoryError where
+    it has had one, and does not know any more which."""
+    try:
+        with data.folder((DISK_INDEX,)):
+            used = _read_used(data)
+    except StorageError as error:
+        if error.errno_name == "ENOENT":
+            return None
+        raise DataDirectoryError(f"{data.path / DISK_INDEX} can't be used: {error}") from error
+    if used is None:
+        raise DataDirectoryError(
+            f"{data.path / DISK_INDEX} shows that there was one, and not in which directory: name it as disk_dir"
+        )
+    return Path(used.path)
 
 
 @contextmanager
