@@ -165,7 +165,7 @@ def _tiers(tiers: tuple[TierUsage, ...], width: int) -> Iterator[Text]:
         used = bar(tier.used_bytes, tier.capacity_bytes, wide).count("#")
         all_of_it = bar(taken, tier.capacity_bytes, wide).count("#")
         drawn = "#" * used + "+" * (all_of_it - used) + "." * (wide - all_of_it)
-        state = "" if tier.state == "ok" else f"  {tier.state}: {tier.reason}"
+        state = "" if tier.state == "ok" else f"  {tier.state}" + (f": {tier.reason}" if tier.reason else "")
         beside = f" + {human_size(taken - tier.used_bytes)}" if taken > tier.used_bytes else ""
         words = f"{human_size(tier.used_bytes)}{beside} of {human_size(tier.capacity_bytes)}"
         yield Text.assemble(

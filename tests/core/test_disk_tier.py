@@ -319,6 +319,17 @@ def test_who_waits_for_a_stuck_disk_gets_what_host_memory_has() -> None:
     bench.work()
 
 
+def test_who_wants_what_a_disk_tier_has_that_is_away_is_told_so_and_not_that_it_is_stuck() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    first, *_ = bench.store_several(4)
+    away = healthy(writable=False, readable=False, reason=Reason.DISK_DEGRADED, problem="not mounted")
+    bench.absorb(bench.state.disk_report(away, bench.now))
+    assert (lease := bench.load(first)).blocks == 0
+    assert lease.reason is Reason.DISK_DEGRADED
+    bench.absorb(bench.state.disk_report(healthy(), bench.now))
+    assert bench.load(first).blocks == 2
+
+
 def test_a_disk_that_does_not_keep_up_does_not_hold_up_what_is_new() -> None:
     bench = DiskBench(host_slots=32, nvme_extents=4)
     bench.store_several(4)

@@ -73,6 +73,19 @@ def test_a_shortage_is_news_once_and_again_when_it_has_grown_by_an_eighth() -> N
     assert news == [True, False, False, True, False, True]
 
 
+def test_of_a_tier_that_is_away_nothing_is_known_and_its_room_stays() -> None:
+    room = TierRoom(200, 10, tier="disk")
+    room.note(health(free=10 * GIB))
+    assert room.at_health(15) is None
+    away = TierHealth(writable=False, overhead_bytes=0, free_bytes=0, readable=False, read_problem="not mounted")
+    room.note(away)
+    assert (room.at_health(15), room.at_recovery()) == (None, None)
+    assert (room.num_bytes, room.shortage) == (200, "")
+    room.note(health(free=110))
+    assert room.at_health(15) == 115
+    assert "the disk has room for 115 B" in room.shortage
+
+
 def test_what_came_or_went_while_the_worker_looked_is_not_counted_twice() -> None:
     mib = 2**20
     room = TierRoom(1000 * mib, 0)

@@ -74,6 +74,8 @@ def test_a_disk_tier_that_is_away_says_why_and_takes_nothing_else_along(two_tier
     status = two_tiers.ask(Status)
     assert status.state == "degraded"
     assert status.problems == (f"the disk tier is away, and tried again: {AWAY.problem}",)
+    disk = status.tiers[2]
+    assert (disk.state, disk.reason, disk.problem, disk.capacity_bytes) == ("away", "", AWAY.problem, 2**22)
     assert two_tiers.ask(Match, group=GROUP, keys=store(two_tiers, 2)).blocks == 2
     two_tiers.start_disk_worker()
     assert two_tiers.ask(Status).state == "ready"

@@ -461,8 +461,9 @@ class TierHealth(Report, frozen=True, tag=True):
     `overhead_bytes` counts index, quarantine, temp files and what else of ours takes room, and `growth_bytes` for what
     they may grow until the next report; `free_bytes` is what the file system says, and what is being written.
     `errors` counts failures since start by "operation errno-name", `last_error` is the last of them in words.
-    `readable` false: a read has not come back for long, so that no others are to be sent after it; `read_problem` is
-    why files can't be read, where they can't. `index_problem`: the index is not written, which costs time at the next
+    `readable` false: a read has not come back for long, so that no others are to be sent after it, or the directory is
+    away, for which `reason` is another than io_stuck: then nothing was seen of its room. `read_problem` is why files
+    can't be read, where they can't. `index_problem`: the index is not written, which costs time at the next
     start and nothing else. `spare_inodes`: how many more files the file system takes before its reserve of inodes is
     touched, None where it counts none. `direct_problem`: direct transfers do not come back, so that all are
     buffered."""

@@ -82,7 +82,7 @@ class Reads:
 
     def _cant_be_read(self, extent: Extent) -> None:
         """Whoever waits for it gets what is in host memory, now."""
-        self._changes.read_problems[extent] = Reason.IO_STUCK
+        self._changes.read_problems[extent] = self.source(extent).why_not_readable
         self._changes.progressed.append(extent)
 
     def want_no_more(self, extent: Extent) -> None:

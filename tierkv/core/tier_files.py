@@ -64,6 +64,7 @@ class TierFiles:
         self._spare_since = 0  # removals from this number on are not yet part of that
         self.spare_files: int | None = None  # that the file system takes before its inodes are short; None: any number
         self.is_readable = True  # a disk that does not answer a read is not asked for more
+        self.why_not_readable = Reason.IO_STUCK
         self.is_worker_up = False
         self.is_open = False  # recovery is over
 
@@ -424,6 +425,8 @@ class TierFiles:
         was_writable = self.is_writable
         self._count_spare_files(report.spare_inodes)
         self.is_readable = report.readable
+        is_away = report.reason not in (None, Reason.IO_STUCK, Reason.READ_ONLY)
+        self.why_not_readable = self.books.why_degraded if is_away else Reason.IO_STUCK
         self.is_writable = report.writable
         self.why_not_writable = None if report.writable else (report.reason or self.books.why_degraded)
         if not was_writable and report.writable:

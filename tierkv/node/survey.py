@@ -209,12 +209,16 @@ class Survey:
             yield f"the index is not written, so the next start takes longer: {health.index_problem}"
         if not self._node.disk_dir:
             return
-        health = self._disk.health
-        can_begin = self._disk.is_recovered or health is None or health.readable
-        if not self._disk.is_up or not can_begin:  # each try is a new process, which is up until it gives up
+        if self._is_disk_away:
             yield f"the disk tier is away, and tried again: {self._disk.why_away()}"
         else:
             yield from _tier_problems("disk", WorkerName.DISK, self._disk, now, read_only=self._node.read_only)
+
+    @property
+    def _is_disk_away(self) -> bool:
+        health = self._disk.health
+        can_begin = self._disk.is_recovered or health is None or health.readable
+        return not self._disk.is_up or not can_begin  # each try is a new process, which is up until it gives up
 
     def _is_supervisor_silent(self, now: float) -> bool:
         """It asks for a sign of life now and then; three times without that is no accident."""
@@ -288,6 +292,8 @@ class Survey:
     def _tier(self, tier: TierBytes) -> TierUsage:
         health = {"nvme": self._worker.health, "disk": self._disk.health}.get(tier.tier)
         reads, writes = self._speeds(tier.tier)
+        is_away = tier.tier == "disk" and self._is_disk_away
+        state = "away" if is_away else "ok" if tier.is_writable else "degraded"
         return TierUsage(
             tier=tier.tier,
             capacity_bytes=tier.capacity_bytes,
@@ -297,9 +303,9 @@ class Survey:
             index_bytes=health.index_bytes if health else 0,
             quarantined_bytes=health.quarantined_bytes if health else 0,
             quarantined_files=health.quarantined_files if health else 0,
-            state="ok" if tier.is_writable else "degraded",
-            reason=tier.reason or "",
-            problem=health.problem if health else "",
+            state=state,
+            reason=(tier.reason or "") if state == "degraded" else "",
+            problem=self._disk.why_away() if is_away else health.problem if health else "",
             errors=sum(health.errors.values()) if health else 0,
             last_error=health.last_error if health else "",
             read_bytes_per_second=reads,

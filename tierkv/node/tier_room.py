@@ -4,7 +4,8 @@
                                          written, what lies on disk already, and not what is reserved for it
     room = min(asked, real)              asked, where the setting leaves it open: ours + 80 % of what is free
 
-Other data that grows makes the room smaller, and it comes back when that goes.
+Other data that grows makes the room smaller, and it comes back when that goes. While the tier does not answer, or is
+away, nothing is known of its file system: the room stays as it was.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TierRoom:
         elif isinstance(report, WriteDone):
             self._written_bytes += report.file_bytes
         elif isinstance(report, TierHealth):
-            self._health = report
+            self._health = report if report.readable else None  # what it says of a tier that is away it has not seen
 
     def begin_again(self) -> None:
         """Another worker sends its rows from the first."""
