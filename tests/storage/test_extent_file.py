@@ -406,7 +406,7 @@ def test_what_is_no_regular_file_is_left_alone(directory: DataDirectory, make: o
         read_header(directory, sample.name)
     failed = write_extent(directory, sample.arena, sample.write_order(), identity=sample.identity)
     assert isinstance(failed, Failure)
-    assert (failed.reason, failed.operation) == (Reason.IO_ERROR, "rename")
+    assert (failed.reason, failed.operation) == (Reason.NAME_TAKEN, "rename")
     assert not remove_extent(directory, sample.name)
     assert path.lstat().st_ino == before.st_ino
     assert temp_files(directory) == []

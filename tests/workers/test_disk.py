@@ -8,11 +8,13 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.system_calls import hold, inject
+from tests.faults.system_calls import ALWAYS, hold, inject
 from tests.storage.samples import FINGERPRINT, Sample
 from tests.workers.desk import SECONDS, DiskDesk, demote_order, put_on_nvme, remove_order
 from tierkv.core.identity import Identity
@@ -47,6 +49,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import WrittenFile
+from tierkv.storage.format import frame_header
 from tierkv.storage.namespace import write_namespace
 from tierkv.storage.purge_record import PurgeRecord, write_record
 from tierkv.storage.system_calls import Failure
@@ -161,6 +164,74 @@ def test_an_extent_that_goes_on_otherwise_keeps_its_name(tmp_path: Path, disk: P
         assert (report.valid, report.reason, report.gone) == (0, Reason.KEY_MISMATCH, True)
         assert os.listdir(disk / "quarantine") == []
         assert a.load(other, 3).valid == 2
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("elsewhere")
+
+
+def make_newer_file(path: Path) -> None:
+    path.write_bytes(frame_header(b"of tomorrow", 9))
+
+
+@pytest.mark.parametrize("make", [make_folder, make_link, make_newer_file, os.mkfifo])
+def test_something_foreign_under_a_name_costs_that_name_alone(disk: Path, make: Callable[[Path], None]) -> None:
+    first, mine = Sample(num_blocks=2), Sample(seed=60)
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        desk.store(first, 1)
+        path_of(disk, mine).parent.mkdir(exist_ok=True)
+        make(path_of(disk, mine))
+        require_taken(desk, mine)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4], ids=["shelf", "rank", "group", "model"])
+@pytest.mark.parametrize("make", [Path.touch, make_link])
+def test_something_foreign_in_place_of_a_folder_costs_what_would_lie_in_it(
+    disk: Path, make: Callable[[Path], None], depth: int
+) -> None:
+    sample = Sample()
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        taken = path_of(disk, sample).parents[depth - 1]
+        taken.parent.mkdir(parents=True, exist_ok=True)
+        make(taken)
+        require_taken(desk, sample)
+        assert not taken.is_dir()
+
+
+@pytest.mark.parametrize("operation", ["link", "open"])
+def test_a_name_that_is_no_longer_ours_to_use_costs_that_name_alone(disk: Path, operation: str) -> None:
+    first, mine = Sample(num_blocks=2), Sample(seed=60)
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        desk.store(first, 1)
+        path_of(disk, mine).parent.mkdir(exist_ok=True)
+
+        def is_of_it(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            if mine.name.file not in args:
+                return False
+            folder_fd = kwargs.get("dst_dir_fd", kwargs.get("dir_fd"))
+            return os.readlink(f"/proc/self/fd/{folder_fd}").startswith(str(disk))
+
+        with inject(errno.EACCES, operation, times=ALWAYS, when=is_of_it):
+            require_taken(desk, mine)
+
+
+def require_taken(desk: DiskDesk, sample: Sample) -> None:
+    """A demotion is refused because of its name, and the tier is well."""
+    desk.open(sample)
+    desk.send(desk.put_order(sample, 90))
+    refused = desk.answer(90)
+    assert isinstance(refused, OpFailed)
+    assert refused.reason == Reason.NAME_TAKEN
+    looks = len(desk.reports)
+    desk.wait(lambda report: isinstance(report, TierHealth), seen=looks)
+    assert all(report.writable for report in desk.reports if isinstance(report, TierHealth))
 
 
 def branch(sample: Sample) -> Sample:

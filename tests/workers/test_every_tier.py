@@ -314,7 +314,8 @@ def test_foreign_files_and_those_of_a_newer_format_are_left_alone(root: Path, be
         report = desk.load(sample, 3)
         assert (report.valid, report.reason, report.gone) == (0, Reason.UNKNOWN_FORMAT, True)
         assert desk.load(pipe, 4).reason == Reason.NOT_FOUND
-        for op, one, reason in ((5, sample, Reason.UNKNOWN_FORMAT), (6, pipe, Reason.IO_ERROR)):
+        newer = Reason.NAME_TAKEN if begin is DiskDesk else Reason.UNKNOWN_FORMAT
+        for op, one, reason in ((5, sample, newer), (6, pipe, Reason.NAME_TAKEN)):
             desk.send(desk.put_order(one, op))
             refused = desk.answer(op)
             assert isinstance(refused, OpFailed)

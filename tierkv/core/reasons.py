@@ -32,7 +32,7 @@ class Reason(StrEnum):
     KEY_MISMATCH = "key_mismatch"
     NOT_FOUND = "not_found"
     UNKNOWN_FORMAT = "unknown_format"
-    NAME_TAKEN = "name_taken"  # on the disk tier, by another node's extent that goes on otherwise
+    NAME_TAKEN = "name_taken"  # by what is not ours, or (disk tier) another node's extent that goes on otherwise
     REPORTED_BAD = "reported_bad"
     # input and output
     IO_ERROR = "io_error"

@@ -6,7 +6,7 @@
         the first of these blocks                copied, and put in its place
         blocks that go on otherwise              name_taken
         a damaged file                           copied, and put in its place
-        a file of a newer version, or foreign    left
+        a file of a newer version, or foreign    left: name_taken
 
     copy     tmp/<unique> <- header, blocks hashed beside -> compared with the header's checksums -> flush -> name
 
@@ -93,9 +93,9 @@ def copy_extent(
     except StorageError as error:
         return _target_failed(error)
     except UnknownFormat as error:
-        return Failure(Reason.UNKNOWN_FORMAT, "rename", "", f"{name} is of another version and was left: {error}")
+        return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} is of another version and was left: {error}")
     except ForeignFile as error:
-        return Failure(Reason.IO_ERROR, "rename", "", f"{name}: {error}")
+        return Failure(Reason.NAME_TAKEN, "rename", "", f"{name}: {error}")
     return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} was taken by others {ATTEMPTS} times")
 
 
@@ -168,9 +168,7 @@ def _source_failed(error: StorageError | DamagedFile | UnknownFormat | ForeignFi
     match error:
         case StorageError() | DamagedFile():
             return _SourceFailed(Reason(error.reason), str(error))
-        case UnknownFormat():
-            return _SourceFailed(Reason.UNKNOWN_FORMAT, str(error))
-        case ForeignFile():
+        case UnknownFormat() | ForeignFile():  # nothing of ours under that name
             return _SourceFailed(Reason.NOT_FOUND, str(error))
 
 

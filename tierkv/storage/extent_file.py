@@ -159,7 +159,7 @@ def write_extent(
     except UnknownFormat as error:
         return Failure(Reason.UNKNOWN_FORMAT, "rename", "", f"{name} is of another version and was left: {error}")
     except ForeignFile as error:
-        return Failure(Reason.IO_ERROR, "rename", "", f"{name}: {error}")
+        return Failure(Reason.NAME_TAKEN, "rename", "", f"{name}: {error}")
     return WrittenFile(size, directory.unflushed(name.folder), write.keys)
 
 

@@ -52,10 +52,15 @@ from tierkv.workers.groups import Groups
 from tierkv.workers.index_writer import IndexWriter
 from tierkv.workers.quiet_log import QuietLog
 from tierkv.workers.tier_gate import Closed, TierGate
+from tierkv.workers.tier_health import probe
 
 log = logging.getLogger(__name__)
 
 _GONE = (Reason.NOT_FOUND, Reason.UNKNOWN_FORMAT)  # nothing under that name that could be read later
+
+_OF_A_NAME = ("ENOTDIR", "ELOOP", "EISDIR", "EACCES", "EPERM")
+_AT_A_NAME = ("open", "mkdir", "fchmod", "link", "rename")
+"""How it fails to get to a name, or to take it, where something foreign is in its place or above it."""
 
 
 class FileBooks(Protocol):
@@ -135,7 +140,7 @@ class Operations:
         try:
             self._groups.make(opened.identity.weights, opened.group)
         except StorageError as error:
-            self._gate.write_failed(Failure.of(error), 0)
+            self._note_unwritten(Failure.of(error), 0)
             self._warn("groups not made", error, f"the folder of group {opened.group.hex()} was not made: {error}")
 
     # ---------------------------------------------------------------- write, demote
@@ -181,8 +186,8 @@ class Operations:
         try:
             identity = self._groups.make(order.fingerprint, order.group, self._source)
         except StorageError as error:
-            self._gate.write_failed(Failure.of(error), 0)
-            reason = Reason.IO_ERROR if error.reason == Reason.NOT_FOUND else Reason(error.reason)
+            reason = self._note_unwritten(Failure.of(error), 0)
+            reason = Reason.IO_ERROR if reason is Reason.NOT_FOUND else reason
             return OpFailed(order.op, reason, f"the group's folder can't be made: {error}")
         if identity is None:
             reason = Reason.IDENTITY_MISMATCH if self._source is None else Reason.IO_ERROR  # the file may well be right
@@ -215,13 +220,22 @@ class Operations:
         return self._gate.admit(num_bytes, space)
 
     def _write_failed(self, order: Write | Demote, name: ExtentName, failure: Failure, expected: int) -> Report:
-        if failure.errno_name:
-            self._gate.write_failed(failure, expected)
+        reason = self._note_unwritten(failure, expected) if failure.errno_name else failure.reason
         self._quiet.warning(
             f"extents not written ({failure.operation} {failure.errno_name})",
             f"{name} was not written: {failure.operation}: {failure.problem}",
         )
-        return OpFailed(order.op, failure.reason, failure.problem)
+        return OpFailed(order.op, reason, failure.problem)
+
+    def _note_unwritten(self, failure: Failure, expected: int) -> Reason:
+        """Why nothing was written: for something about the tier, which the gate is told, or about that one name, where
+        another file can be written at the same moment."""
+        at_a_name = failure.operation in _AT_A_NAME and failure.errno_name in _OF_A_NAME
+        if at_a_name and probe(self._directory) is None:
+            self._gate.count(failure)
+            return Reason.NAME_TAKEN
+        self._gate.write_failed(failure, expected)
+        return failure.reason
 
     def _put_row(self, order: Write | Demote, name: ExtentName, written: WrittenFile) -> None:
         try:
