@@ -135,6 +135,14 @@ def test_what_the_start_of_either_tier_did_not_take_is_counted(two_tiers: Kit) -
     assert two_tiers.survey.snapshot(two_tiers.now).found == found
 
 
+def test_the_index_of_the_disk_tier_is_overhead_of_the_directory_in_which_it_lies(two_tiers: Kit) -> None:
+    two_tiers.report(msgspec.structs.replace(HEALTHY, overhead_bytes=70_000, index_bytes=20_000))
+    two_tiers.disk_report(msgspec.structs.replace(HEALTHY, overhead_bytes=500, index_bytes=40_000))
+    nvme, disk = two_tiers.ask(Usage).tiers[1:]
+    assert [(tier.overhead_bytes, tier.index_bytes) for tier in (nvme, disk)] == [(70_000, 60_000), (500, 0)]
+    assert two_tiers.survey.snapshot(two_tiers.now).index_bytes == 60_000
+
+
 def test_a_silent_disk_worker_is_named(two_tiers: Kit) -> None:
     two_tiers.now += SILENT_SECONDS + 1
     two_tiers.report(HEALTHY)

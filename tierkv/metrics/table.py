@@ -291,7 +291,7 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared("dirty_extents", "gauge", "extents", (), "Extents not on disk yet.", _one(lambda s: s.dirty_extents)),
     Declared("dirty_bytes", "gauge", "bytes", (), "Bytes that a crash would lose.", _one(lambda s: s.dirty_bytes)),
-    Declared("index_bytes", "gauge", "bytes", (), "The index on disk.", _one(lambda s: s.index_bytes)),
+    Declared("index_bytes", "gauge", "bytes", (), "The indexes, in data_dir.", _one(lambda s: s.index_bytes)),
     Declared("journal_bytes", "gauge", "bytes", (), "The journal on disk.", _one(lambda s: s.journal.num_bytes)),
     Declared(
         "journal_dropped_rows_total", "counter", "", ("reason",),

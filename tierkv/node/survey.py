@@ -133,7 +133,7 @@ class Survey:
             pins=state.num_pins,
             shares=tuple(state.shares()),
             prefill=tuple(state.prefill_rates()),
-            index_bytes=health.index_bytes if health else 0,
+            index_bytes=self._index_bytes,
             journal=health.journal if health else JournalHealth(),
             journal_dropped=self._core.journal.all_dropped(health.journal.dropped if health else {}),
             quarantined_bytes=sum(one.quarantined_bytes for one in self._healths()),
@@ -286,6 +286,11 @@ class Survey:
     def _healths(self) -> list[TierHealth]:
         return [worker.health for worker in (self._worker, self._disk) if worker.health is not None]
 
+    @property
+    def _index_bytes(self) -> int:
+        """Of both tiers of files: either index lies in the data directory, and is part of NVMe's overhead."""
+        return sum(one.index_bytes for one in self._healths())
+
     def _tiers(self) -> tuple[TierUsage, ...]:
         return tuple(self._tier(tier) for tier in self._state.tiers())
 
@@ -300,7 +305,7 @@ class Survey:
             used_bytes=tier.used_bytes,
             reserved_bytes=tier.reserved_bytes,
             overhead_bytes=tier.overhead_bytes,
-            index_bytes=health.index_bytes if health else 0,
+            index_bytes=self._index_bytes if tier.tier == "nvme" else 0,
             quarantined_bytes=health.quarantined_bytes if health else 0,
             quarantined_files=health.quarantined_files if health else 0,
             state=state,

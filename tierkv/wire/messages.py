@@ -440,7 +440,8 @@ class TierUsage(msgspec.Struct, frozen=True):
     """`used + reserved + overhead <= capacity` at every instant, in bytes. `state` ok or degraded; then `reason` is of
     the closed list and `problem` says it in words. Or away, of the disk tier: `problem` says why, and the sizes are
     those that it had. `errors` file operations have failed since its worker's start, the last one as `last_error`
-    tells. Bytes a second of one read or write by itself, since the front began; 0: none yet."""
+    tells. `index_bytes` of both tiers of files are NVMe's. Bytes a second of one read or write by itself, since the
+    front began; 0: none yet."""
 
     tier: str
     capacity_bytes: int
