@@ -196,16 +196,20 @@ def advice(report: EvictionsReply) -> str:
         return f"Nothing was evicted in {duration(seconds)}: there is room for all that was stored."
     if not seen.dropped_tokens and not seen.regrets:
         return "All that was evicted is still in another tier: nothing has to be computed again for it."
-    a_day = seen.regret_seconds / seconds * DAY
-    again = f"{100 * seen.regret:.1f} % of the tokens that were dropped were asked for again"
+    again = _asked_again(seen)
+    if not seen.dropped_tokens:
+        return f"{again}. Whether that is much can't be told from this span; --since looks further back."
     if seen.regret < LITTLE_REGRET:
-        return f"Fine: {again}. More capacity would bring next to nothing (at most {a_day:,.1f} s of prefill a day)."
-    refused = sum(line.regret_seconds for line in report.lines if line.reason in NOT_WORTH_IT)
-    if refused > seen.regret_seconds / 2:
-        return (
-            f"{again}, most of them never taken by the tier: a larger write budget would save up to "
-            f"{a_day:,.1f} s of prefill a day."
-        )
+        most = seen.regret_seconds / seconds * DAY
+        return f"Fine: {again}. More capacity would bring next to nothing (at most {most:,.1f} s of prefill a day)."
+    left = seen.regret_seconds
+    for reasons, words in _NO_CAPACITY_HELPS:
+        regretted = sum(line.regret_seconds for line in report.lines if line.reason in reasons)
+        left -= regretted
+        if regretted > seen.regret_seconds / 2:
+            a_day = regretted / seconds * DAY
+            return f"{again}, most of them {words} would save up to {a_day:,.1f} s of prefill a day."
+    a_day = left / seconds * DAY
     span = f", reckoned from {duration(seconds)} only" if seconds < ENOUGH_SECONDS else ""
     first = "Too small" if seen.regret >= MUCH_REGRET else "A little tight"
     dropped_a_day = human_size(int(seen.dropped_bytes / seconds * DAY))
@@ -213,3 +217,24 @@ def advice(report: EvictionsReply) -> str:
         f"{first}: {again}. More capacity would save up to {a_day:,.1f} s of prefill a day "
         f"({dropped_a_day} are dropped a day{span})."
     )
+
+
+_NO_CAPACITY_HELPS = (
+    (NOT_WORTH_IT, "never taken by the tier: a larger write budget"),
+    (frozenset({"expired"}), "as they had expired: a longer time in `ttl`"),
+    (frozenset({"operator"}), "evicted by an operator's word: leaving them"),
+    (
+        frozenset({"disk_behind", "disk_degraded"}),
+        "not taken by the disk tier, which was too slow or away: one that takes them",
+    ),
+)
+"""Why something is gone that more room would not have kept; and what would have, of which more than half of the regret
+makes the advice."""
+
+
+def _asked_again(seen: Sums) -> str:
+    if not seen.dropped_tokens:
+        return f"{seen.regret_tokens:,} tokens that were dropped before were asked for again"
+    percent = 100 * seen.regret
+    share = f"less than 0.1 % ({seen.regret_tokens:,})" if 0 < percent < 0.05 else f"{percent:.1f} %"
+    return f"{share} of the tokens that were dropped were asked for again"

@@ -102,6 +102,27 @@ def test_means_are_weighed_and_regret_is_a_share_of_what_was_dropped(tierkv, nod
         ((line(LLAMA, regret_tokens=500, regret_seconds=90.0),), DAY / 2, "up to 180.0 s of prefill a day"),
         ((line(LLAMA, regret_tokens=500, regret_seconds=9.0),), 60.0, "reckoned from 1 m 0 s only"),
         ((line(LLAMA, reason="write_budget", regret_tokens=500, regret_seconds=9.0),), DAY, "larger write budget"),
+        ((line(LLAMA, reason="expired", regret_tokens=1_000, regret_seconds=9.0),), DAY, "a longer time in `ttl`"),
+        ((line(LLAMA, reason="operator", regret_tokens=1_000, regret_seconds=9.0),), DAY, "leaving them would save"),
+        ((line(LLAMA, reason="disk_behind", regret_tokens=1_000, regret_seconds=9.0),), DAY, "was too slow or away"),
+        (
+            (
+                line(LLAMA, reason="expired", regret_tokens=400, regret_seconds=4.0),
+                line(LLAMA, regret_tokens=600, regret_seconds=6.0),
+            ),
+            DAY,
+            "More capacity would save up to 6.0 s",
+        ),
+        (
+            (line(LLAMA, tokens=20_000_000, regret_tokens=7_152, regret_seconds=3.0),),
+            DAY,
+            "Fine: less than 0.1 % (7,152) of the tokens",
+        ),
+        (
+            (line(LLAMA, tokens=0, evictions=0, num_bytes=0, regrets=2, regret_tokens=7_152, regret_seconds=3.0),),
+            DAY,
+            "7,152 tokens that were dropped before were asked for again. Whether that is much",
+        ),
     ],
 )
 def test_the_advice_follows_from_the_figures(tierkv, node, journal, lines, seconds, words):
