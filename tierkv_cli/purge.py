@@ -262,7 +262,7 @@ def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, *, as_json: bool
     )
     click.echo(f"  memory      {human_size(receipt.host_bytes)}")
     click.echo(f"  nvme        {human_size(receipt.nvme_bytes)}")
-    if receipt.disk_bytes:
+    if receipt.disk_bytes or receipt.has_disk:
         click.echo(f"  disk        {human_size(receipt.disk_bytes)}")
     if is_preview:
         click.echo(f"  held        {count(receipt.leases, 'lease')}, {count(receipt.tickets, 'ticket')}")

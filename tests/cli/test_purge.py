@@ -103,8 +103,14 @@ def test_a_dry_run_says_what_would_go_and_is_exit_code_0(tierkv, node, purger):
     assert outcome.code == 0
     assert "would purge tenant" in outcome.out
     assert "3 leases" in outcome.out
+    assert "disk" not in outcome.out
     assert [asked[1]["dry_run"] for asked in node.asked] == [True]
     assert tierkv("purge", "--tenant", "acme", "--dry-run", "--json").json["phase"] == "preview"
+
+
+def test_a_dry_run_has_a_line_for_the_disk_tier_where_there_is_one(tierkv, node, purger):
+    purger[:] = [receipt("preview", has_disk=True)]
+    assert "disk        0 B" in tierkv("purge", "--tenant", "acme", "--dry-run").out
 
 
 def test_the_salt_is_nowhere_in_what_it_says(tierkv, node, purger):

@@ -387,6 +387,28 @@ def test_what_is_purged_leaves_both_tiers_before_the_purge_is_over() -> None:
     assert not bench.disk.files
 
 
+def test_a_purge_says_that_it_waits_for_a_disk_tier_that_does_not_answer() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(4)
+    bench.disk_worker_dies()
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    bench.work_on_nvme()
+    progress = bench.state.purge_progress(b"purge")
+    assert progress is not None
+    assert (progress.phase, progress.reason) == (PurgePhase.REMOVING, Reason.DISK_DEGRADED)
+    bench.start_disk_worker()
+    bench.absorb(bench.state.disk_report(healthy(readable=False), bench.now))
+    progress = bench.state.purge_progress(b"purge")
+    assert progress is not None
+    assert progress.reason is Reason.DISK_DEGRADED, "it hangs"
+    bench.absorb(bench.state.disk_report(healthy(), bench.now))
+    bench.work()
+    progress = bench.state.purge_progress(b"purge")
+    assert progress is not None
+    assert (progress.phase, progress.reason) == (PurgePhase.GONE, None)
+
+
 def test_what_another_node_has_under_the_name_of_what_is_purged_does_not_come_in_its_place() -> None:
     bench = DiskBench(host_slots=4, nvme_extents=2)
     (mine,) = bench.store_several(1)

@@ -421,6 +421,7 @@ REPLIES: tuple[Reply, ...] = (
         disk_bytes=1,
         removed_disk_files=2,
         removed_disk_bytes=3,
+        has_disk=True,
     ),
     ExplainReply(
         id=18,

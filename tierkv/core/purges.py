@@ -427,8 +427,17 @@ class Purges:
             earlier_bytes=0 if job.gone else ledger.earlier_bytes,
             unreachable=job.unreachable,
             gone=job.gone,
-            reason=job.reason or stuck,
+            reason=job.reason or stuck or self._why_not_swept(job),
         )
+
+    def _why_not_swept(self, job: _Job) -> Reason | None:
+        """A tier that is still to be swept does not answer."""
+        if job.purge not in self._unswept:
+            return None
+        for files, sweep in self._sweeps(job):
+            if not (sweep.is_over or (files.can_read and files.is_readable)):
+                return files.books.why_degraded
+        return None
 
     def _forget_oldest(self) -> None:
         over = [purge for purge, job in self._jobs.items() if job.gone]

@@ -24,9 +24,15 @@ class Purging:
     """A purge is the core's: it goes on whoever asks about it."""
 
     def __init__(
-        self, core: CoreCalls, *, is_read_only: bool = False, is_disk_away: Callable[[], bool] = lambda: False
+        self,
+        core: CoreCalls,
+        *,
+        is_read_only: bool = False,
+        has_disk: bool = False,
+        is_disk_away: Callable[[], bool] = lambda: False,
     ) -> None:
         self._core = core
+        self._has_disk = has_disk
         self._is_disk_away = is_disk_away
         self._is_read_only = is_read_only
         self._state = core.state
@@ -90,13 +96,14 @@ class Purging:
                 answer = replace(answer, phase=PurgePhase.REMOVING)
             if answer.phase is PurgePhase.REMOVING and answer.reason is None and self._is_disk_away():
                 answer = replace(answer, reason=Reason.DISK_DEGRADED)  # it is swept when it is there again
-            return purge_reply(request.id, answer, self._on_disk.get(request.job, Swept()))
+            on_disk = self._on_disk.get(request.job, Swept())
+            return purge_reply(request.id, answer, on_disk, has_disk=self._has_disk)
         found = "no block" if not answer.found else f"{answer.found} blocks"
         problem = f"{found} known here with a key that begins with {request.prefix}; name one, by more of its digits"
         return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="prefix")
 
 
-def purge_reply(request_id: int, state: PurgeState, on_disk: Swept) -> PurgeReply:
+def purge_reply(request_id: int, state: PurgeState, on_disk: Swept, *, has_disk: bool) -> PurgeReply:
     about, swept = state.about, state.swept
     return PurgeReply(
         id=request_id,
@@ -130,6 +137,7 @@ def purge_reply(request_id: int, state: PurgeState, on_disk: Swept) -> PurgeRepl
         reason=state.reason or "",
         removed_disk_files=on_disk.files,
         removed_disk_bytes=on_disk.file_bytes,
+        has_disk=has_disk,
     )
 
 
