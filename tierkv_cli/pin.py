@@ -220,7 +220,9 @@ def _show(row: PinRow) -> None:
     )
     click.echo(f"  id      {row.pin.hex()}")
     click.echo(f"  until   {until(row)}")
-    click.echo(f"  cached  {row.cached_blocks:,} of {count(row.blocks, 'block')}, {row.host_blocks:,} in memory now")
+    places = f"{row.host_blocks:,} in memory now, {row.nvme_blocks:,} on NVMe"
+    places += f", {row.disk_blocks:,} in the disk tier" if row.disk_blocks else ""
+    click.echo(f"  cached  {row.cached_blocks:,} of {count(row.blocks, 'block')}, {places}")
 
 
 def until(row: PinRow) -> str:

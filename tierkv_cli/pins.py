@@ -28,8 +28,9 @@ def command(*, where: Where, as_json: bool) -> None:
 
     "holds": all of it is cached, and stays. "partly": what is cached of it stays. "waiting": nothing of it is cached
     yet. "short": some of what is cached does not stay, for pins hold as much of a tier as they may (pinned_share).
-    "purged": some of it was purged; it holds nothing any more. "cached" and "memory" are how much of it can be found
-    at all, and how much is in memory now.
+    "purged": some of it was purged; it holds nothing any more. "cached" is how much of it can be found at all,
+    "memory", "nvme" and "disk" how much is in memory and in files of each tier now. A file in the disk tier stays as
+    long as there is none on NVMe.
 
     Below: what all pins hold of each tier, what they would hold were all of it cached, and what they may. A file counts
     whole, so that more may be held than is pinned of it.
@@ -67,12 +68,16 @@ def _rows_table(rows: tuple[PinRow, ...], width: int) -> RenderableType:
         "size": lambda row: human_size(row.booked_bytes) if row.booked_bytes else "-",
         "cached": lambda row: f"{100 * row.cached_blocks // row.blocks} %",
         "memory": lambda row: f"{100 * row.host_blocks // row.blocks} %",
+        "nvme": lambda row: f"{100 * row.nvme_blocks // row.blocks} %",
+        "disk": lambda row: f"{100 * row.disk_blocks // row.blocks} %",
         "tier": lambda row: row.tier,
         "state": lambda row: row.phase,
         "ends in": lambda row: _ends_in(row.until, now),
     }
+    if not any(row.disk_blocks for row in rows):
+        del columns["disk"]
     if width < WIDE:
-        del columns["size"], columns["memory"]
+        columns = {name: read for name, read in columns.items() if name not in ("size", "memory", "nvme", "disk")}
     shown = table(*columns, numbers=tuple(name for name in columns if name not in ("owner", "model")))  # never broken
     for row in rows:
         shown.add_row(*(read(row) for read in columns.values()))

@@ -364,6 +364,21 @@ def test_a_narrow_terminal_has_the_names_whole_and_fewer_columns():
         assert ("size" in lines[0]) == shows_all
 
 
+def test_the_list_shows_what_lies_in_the_disk_tier_where_something_does(tierkv, node, pinner, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert " disk " not in tierkv("pins").out.splitlines()[0]
+    pinner.rows = (row(host_blocks=0, nvme_blocks=96, disk_blocks=288),)
+    head, _, line, *_ = tierkv("pins").out.splitlines()
+    assert head.split()[-6:] == ["nvme", "disk", "tier", "state", "ends", "in"]
+    assert line.split()[-9:-3] == ["0", "%", "25", "%", "75", "%"]
+
+
+def test_a_pin_says_in_which_tiers_it_lies(tierkv, node, pinner):
+    pinner.rows = (row(host_blocks=0, nvme_blocks=96, disk_blocks=288),)
+    outcome = tierkv("pin", "--prefix", "12" * 16)
+    assert "384 of 384 blocks, 0 in memory now, 96 on NVMe, 288 in the disk tier" in outcome.out
+
+
 def test_a_node_without_pins_says_so(tierkv, node, pinner):
     pinner.rows = ()
     outcome = tierkv("pins")

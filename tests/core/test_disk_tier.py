@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.core.disk_simulation import DiskBench
-from tests.core.simulation import PAGE, Disk
+from tests.core.simulation import PAGE, Disk, Prompt
 from tierkv.core import found_on_disk
 from tierkv.core.explain import Question
 from tierkv.core.grants import Evicted, Lease, Waiting
 from tierkv.core.instructions import Demote, Read, Remove, SetAside, TierHealth
+from tierkv.core.pins import PinPhase, PinState
 from tierkv.core.purge_scope import OfModel
 from tierkv.core.purges import PurgePhase, PurgeState
 from tierkv.core.reasons import Reason
@@ -407,6 +408,57 @@ def test_a_purge_says_that_it_waits_for_a_disk_tier_that_does_not_answer() -> No
     progress = bench.state.purge_progress(b"purge")
     assert progress is not None
     assert (progress.phase, progress.reason) == (PurgePhase.GONE, None)
+
+
+def pin(bench: DiskBench, prompt: Prompt, tier: str = "host") -> PinState:
+    made = bench.pin(prompt, tier=tier)
+    assert isinstance(made, PinState), made
+    return made
+
+
+def kill(bench: DiskBench) -> None:
+    """The node, and start it again: host memory is empty."""
+    bench.start()
+    bench.work()
+
+
+def test_what_is_pinned_and_only_on_disk_is_brought_to_memory_and_written_to_nvme_again() -> None:
+    bench = DiskBench(host_slots=8, nvme_extents=4, disk_extents=3)
+    first, *_ = bench.store_several(6)
+    assert bench.where(first) == "d"
+    pin(bench, first)
+    bench.work()
+    assert bench.where(first) == "hnd"
+    bench.store_several(12, start=10)
+    assert "n" in bench.where(first)
+    kill(bench)
+    assert bench.match(first)[0] == 2
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_what_is_pinned_keeps_its_file_on_disk_as_long_as_it_has_none_on_nvme(tier: str) -> None:
+    bench = DiskBench(host_slots=8, nvme_extents=4)
+    first, *_ = bench.store_several(6)
+    lease = bench.acquire(first)
+    assert isinstance(lease, Waiting)
+    bench.disk_worker.run_all()
+    bench.hear_disk()
+    bench.release(bench.ready())
+    assert bench.where(first) == "hd"
+    made = pin(bench, first, tier)
+    preview = bench.state.preview_eviction("disk", 0, "", bench.now)
+    answer, effects = bench.state.evict("disk", 0, "", bench.now)
+    bench.absorb(effects)
+    assert answer.evictions == preview.evictions > 0
+    bench.disk_worker.run_all()
+    bench.hear_disk()
+    assert bench.where(first) == "hd"
+    (state,) = bench.state.pins()
+    assert state.record == made.record
+    assert (state.phase, state.host_blocks, state.nvme_blocks, state.disk_blocks) == (PinPhase.HOLDS, 2, 0, 2)
+    bench.worker.die(0)
+    kill(bench)
+    assert bench.match(first)[0] == 2
 
 
 def test_what_another_node_has_under_the_name_of_what_is_purged_does_not_come_in_its_place() -> None:

@@ -185,6 +185,9 @@ PIN = PinRow(
     until=1_800_000_000.5,
     recorded=True,
     reason="disk_full",
+    nvme_blocks=2,
+    disk_blocks=1,
+    disk_bytes=4096,
 )
 
 REQUESTS: tuple[Request, ...] = (

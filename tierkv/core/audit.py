@@ -275,3 +275,4 @@ def _check_stay(ledger: Ledger, extent: Extent, stay: Stay, in_host: dict[bytes,
     floor = ledger.host_floor(extent)
     _require(floor is None or floor >= stay.host_blocks, f"pinned, and on offer: {story}")
     _require(not stay.nvme_bytes or extent not in ledger.nvme_order, f"pinned on NVMe, and on offer: {story}")
+    _require(bool(stay.nvme_bytes) or extent not in ledger.disk_order, f"pinned on disk, and on offer: {story}")

@@ -247,7 +247,7 @@ class _Ahead(_There):
         if extent.disk is not FileState.PRESENT or extent.holds or extent.reading:
             return False
         is_elsewhere = extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks
-        return is_elsewhere or not (kids or self.ledger.pins.concerns(extent))
+        return (is_elsewhere or not kids) and not self.ledger.pins.keeps_disk_file(extent)
 
     def _has_file(self, extent: Extent, tier: str) -> bool:
         state = extent.nvme if tier == "nvme" else extent.disk

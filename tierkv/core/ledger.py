@@ -502,12 +502,15 @@ class Ledger:
     def pinned(self, extent: Extent) -> bool:
         """Whether some of it stays because of a pin."""
         stay = self.pins.stays.get(extent)
-        return stay is not None and (stay.host_blocks > 0 or stay.nvme_bytes > 0)
+        if stay is None:
+            return False
+        return stay.host_blocks > 0 or stay.nvme_bytes > 0 or extent.disk is FileState.PRESENT
 
     def settle_pins(self, extent: Extent) -> None:
         """Its blocks, its copies or what is wanted of it have changed: see what stays now. `reconsider` follows."""
         if extent.in_tree and self.pins.concerns(extent):
-            self.pins.settle(extent, self.group_of(extent).slot_bytes)
+            group = self.group_of(extent)
+            self.pins.settle(extent, group.slot_bytes, may_be_written=self.has_nvme and group.persistent)
 
     # ---- who may be evicted
 
@@ -586,11 +589,10 @@ class Ledger:
         """Leaves first, of the disk tier, and of the tree where no other tier has all of it."""
         if not extent.in_tree or extent.disk is not FileState.PRESENT or extent.holds or extent.reading:
             return False
-        if any(branch.disk_kids for branch in extent.branch_points):
+        if any(branch.disk_kids for branch in extent.branch_points) or self.pins.keeps_disk_file(extent):
             return False
-        if extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks:
-            return True
-        return not extent.has_kids and not self.pins.concerns(extent)
+        is_elsewhere = extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks
+        return is_elsewhere or not extent.has_kids
 
     def reconsider(self, extent: Extent) -> None:
         """Offer the extent to the eviction orders, or take it back, after something about it has changed."""

@@ -46,7 +46,8 @@ class Pinned:
         self.wanted: dict[bytes, Wanted] = {}
         self.stays: dict[Extent, Stay] = {}
         self.short: dict[Extent, None] = {}  # would keep more, were there room in the share
-        self.to_promote: dict[Extent, None] = {}  # wanted in host memory, and on NVMe alone
+        self.to_promote: dict[Extent, None] = {}  # wanted in host memory, and in files alone
+        self.to_write: dict[Extent, None] = {}  # whole in host memory, without a file on NVMe, where it may have one
         self.host_bytes = 0  # that stay, of all extents
         self.nvme_bytes = 0
 
@@ -82,12 +83,17 @@ class Pinned:
         stay = self.stays.get(extent)
         return stay is not None and stay.nvme_bytes > 0
 
+    def keeps_disk_file(self, extent: Extent) -> bool:
+        """Its file in the disk tier stays, whatever is in host memory, which a crash empties: it has none on NVMe that
+        stays."""
+        return self.concerns(extent) and not self.keeps_file(extent)
+
     def concerns(self, extent: Extent) -> bool:
         """Whether it is pinned, or was when it was settled last: there is something to settle."""
         return extent.key in self.wanted or extent in self.stays
 
-    def settle(self, extent: Extent, slot_bytes: int) -> None:
-        """Something about the extent has changed, or about what is wanted of it."""
+    def settle(self, extent: Extent, slot_bytes: int, *, may_be_written: bool) -> None:
+        """Something about the extent has changed, or about what is wanted of it. `may_be_written`: to NVMe."""
         self.leave(extent)
         if not extent.in_tree or extent.key not in self.wanted:
             return
@@ -107,6 +113,9 @@ class Pinned:
             self.short[extent] = None
         if extent.has_file and extent.host_blocks < stay.host_blocks:
             self.to_promote[extent] = None
+        is_whole = extent.sealed and extent.host_blocks == extent.num_blocks
+        if may_be_written and is_whole and extent.nvme is FileState.ABSENT:
+            self.to_write[extent] = None
 
     def leave(self, extent: Extent) -> None:
         """It keeps nothing."""
@@ -116,6 +125,7 @@ class Pinned:
             self.nvme_bytes -= stay.nvme_bytes
         self.short.pop(extent, None)
         self.to_promote.pop(extent, None)
+        self.to_write.pop(extent, None)
 
     def _depths(self, extent: Extent) -> tuple[int, int]:
         """Leading blocks that are wanted, and of these in host memory."""

@@ -4,7 +4,8 @@
     ends     by unpin, by its time, or by a purge of any of it: then it stays on the list and says so
 
 Pins hold against eviction, in all ranks together, and not against a purge. One for host memory keeps the files on NVMe
-as well, and has what lies there alone brought back to memory, for example after a restart.
+as well, and has what lies in files alone brought back to memory, for example after a restart. What has no file on NVMe
+keeps the one that it has in the disk tier, and is written to NVMe as soon as all of it is in host memory.
 """
 
 from __future__ import annotations
@@ -55,15 +56,19 @@ class PinPhase(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinState:
     """How a pin is doing. The first `cached_blocks` of its blocks can be matched, the first `host_blocks` are in
-    memory. Bytes of all ranks: its blocks' in memory, and of the files that they lie in. `booked_bytes` it is counted
-    with. `recorded`: it is on disk; `reason`: why it is not."""
+    memory; of the cached ones, `nvme_blocks` and `disk_blocks` are in files of that tier. Bytes of all ranks: its
+    blocks' in memory, and of the files that they lie in. `booked_bytes` it is counted with. `recorded`: it is on disk;
+    `reason`: why it is not."""
 
     record: PinRecord
     phase: PinPhase
     cached_blocks: int
     host_blocks: int
+    nvme_blocks: int
+    disk_blocks: int
     host_bytes: int
     nvme_bytes: int
+    disk_bytes: int
     booked_bytes: int
     recorded: bool
     reason: Reason | None
@@ -122,6 +127,7 @@ class Pins:
         self._over: dict[bytes, _Job] = {}  # with a record that is still to be removed
         self._booked: Counter[str] = Counter()  # bytes by tier, each block once
         self._promoting: dict[Extent, float] = {}  # -> when its reads were asked for last
+        self._writing: dict[Extent, float] = {}  # to NVMe -> when it was last tried
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -359,7 +365,7 @@ class Pins:
 
     def _state(self, job: _Job) -> PinState:
         record = job.record
-        cached = in_host = host_bytes = nvme_bytes = 0
+        cached = in_host = on_nvme = on_disk = host_bytes = nvme_bytes = disk_bytes = 0
         phase = PinPhase.PURGED
         group = self._ledger.groups.get(record.group)
         if not record.purged:
@@ -372,7 +378,10 @@ class Pins:
                 in_host += here if in_host == segment.start else 0
                 if group is not None:
                     host_bytes += sum(min(segment.blocks, len(slots)) for slots in extent.slots) * group.slot_bytes
-                nvme_bytes += extent.nvme_bytes if extent.nvme is FileState.PRESENT else 0
+                if extent.nvme is FileState.PRESENT:
+                    on_nvme, nvme_bytes = on_nvme + segment.blocks, nvme_bytes + extent.nvme_bytes
+                if extent.disk is FileState.PRESENT:
+                    on_disk, disk_bytes = on_disk + segment.blocks, disk_bytes + extent.disk_bytes
                 is_short = is_short or extent in self._pinned.short
             phase = PinPhase.SHORT if is_short else PinPhase.HOLDS if cached == record.blocks else PinPhase.PARTLY
             phase = phase if cached else PinPhase.WAITING
@@ -381,8 +390,11 @@ class Pins:
             phase=phase,
             cached_blocks=cached,
             host_blocks=in_host,
+            nvme_blocks=on_nvme,
+            disk_blocks=on_disk,
             host_bytes=host_bytes,
             nvme_bytes=nvme_bytes,
+            disk_bytes=disk_bytes,
             booked_bytes=job.booked_bytes,
             recorded=job.recorded,
             reason=job.reason,
@@ -499,12 +511,37 @@ class Pins:
             times += [job.retry_at for job in jobs if job.retry_at is not None]
         if self._may_promote:
             times += [asked + RETRY_SECONDS for asked in self._promoting.values()]
+        if self._may_write:
+            times += [
+                tried + RETRY_SECONDS for extent, tried in self._writing.items() if extent in self._pinned.to_write
+            ]
         return min(times, default=None)
 
     @property
     def _may_promote(self) -> bool:
         cascade = self._cascade
         return bool(self._pinned.to_promote) and cascade.nvme.is_ready and cascade.nvme.is_readable
+
+    @property
+    def _may_write(self) -> bool:
+        nvme = self._cascade.nvme
+        return bool(self._pinned.to_write) and nvme.is_ready and nvme.is_writable and not self._ledger.is_closing
+
+    def write_again(self, now: float) -> None:
+        """Have what is pinned and has come to host memory whole from the disk tier written to NVMe, as far as pins may
+        have files there."""
+        if not self._may_write:
+            return
+        pinned, cascade = self._pinned, self._cascade
+        self._writing = {
+            extent: tried
+            for extent, tried in self._writing.items()
+            if extent in pinned.to_write and now < tried + RETRY_SECONDS
+        }
+        for extent in [extent for extent in pinned.to_write if extent not in self._writing]:
+            if pinned.nvme_bytes + cascade.nvme.need(extent) <= pinned.nvme_cap:
+                self._writing[extent] = now
+                cascade.writes.write_pinned(extent, now)
 
     def promote(self, now: float, *, may_read: bool) -> None:
         """Have what is wanted in host memory and is not there read from NVMe, a few extents at a time. Not while a

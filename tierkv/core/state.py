@@ -786,6 +786,7 @@ class CacheState:
         for job in self._warmups.values():
             if not job.finished:
                 warmup.advance(job, self._ledger, cascade, now, most_reads=self._reads_ahead(now), failed=failed)
+        self._pins.write_again(now)
         if self._ledger.has_disk:
             cascade.found.settle(now)
             self._open_disk(now)

@@ -83,6 +83,11 @@ class WriteQueue:
         if (is_back or extent.why_not_there in _TURNED_DOWN) and self._may_be_written_again(extent):
             self._admit(extent, now)
 
+    def write_pinned(self, extent: Extent, now: float) -> None:
+        """It has no file on NVMe, and is to have one."""
+        if self._files.is_writable and self._may_be_written_again(extent):
+            self._admit(extent, now)
+
     def _admit_waiting(self, now: float) -> None:
         """What the budget has room for meanwhile."""
         may_be_written = self._may_be_written_again

@@ -811,9 +811,10 @@ class PinRow(msgspec.Struct, frozen=True):
     stays), partly (what is cached of it stays), waiting (nothing of it is cached), short (some of what is cached does
     not stay, for pins hold as much of a tier as they may), purged (some of it was: it holds nothing any more).
 
-    Cached and in host memory: so many blocks from token 0. Bytes are those of all ranks, `nvme_bytes` of the files that
-    its blocks lie in. `until` 0: without an end. `recorded`: it is on disk; while it is neither that nor has a `reason`
-    it is being written. `salt` is the first 8 hex digits of the salt's digest."""
+    Cached and in host memory: so many blocks from token 0; `nvme_blocks` and `disk_blocks`: of the cached ones, those
+    in files of that tier. Bytes are those of all ranks, `nvme_bytes` and `disk_bytes` of these files. `until` 0:
+    without an end. `recorded`: it is on disk; while it is neither that nor has a `reason` it is being written. `salt`
+    is the first 8 hex digits of the salt's digest."""
 
     pin: bytes
     owner: str
@@ -835,6 +836,9 @@ class PinRow(msgspec.Struct, frozen=True):
     until: float
     recorded: bool
     reason: str
+    nvme_blocks: int = 0
+    disk_blocks: int = 0
+    disk_bytes: int = 0
 
 
 class PinnedTier(msgspec.Struct, frozen=True):
