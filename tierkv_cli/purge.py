@@ -86,8 +86,10 @@ def command(
     No request finds any of it from the moment the node accepts. It answers "unreachable" when files, quarantine, temp
     files and index rows are gone for good, also across a power loss, and "gone" when memory is zeroed and no engine
     holds a lease or ticket on it any more. What is stored afterwards is kept. Interrupting this command does not stop
-    it: the node goes on, after a crash as well. Exit code 4 while it is not gone, or when files were left that are not
-    tierkv's or of a newer format, or groups that don't say whose they are. Without a node nothing is purged: 5.
+    it: the node goes on, after a crash as well. Other nodes that use the same disk directory keep their own copies and
+    may put them back there, from where this node serves them again: purge on each of them (docs/purge.md). Exit code 4
+    while it is not gone, or when files were left that are not tierkv's or of a newer format, or groups that don't say
+    whose they are. Without a node nothing is purged: 5.
     """
     from tierkv_cli.output import print_json
     from tierkv_cli.progress import Meter
@@ -100,19 +102,21 @@ def command(
         number = _job(job)
         _require_consent(dry_run=dry_run, yes=yes, is_new=job is None)
         wait_ready(node, meter)
+        disk_dir = node.status().disk_dir
         scope = _with_fingerprint(node, scope)
         if dry_run or not (yes or job):
             preview = node.purge(dry_run=True, **scope.arguments())
             if dry_run or not _is_confirmed(preview, scope):
-                _show(preview, scope, None, as_json=as_json and dry_run)
+                _show(preview, scope, None, disk_dir, as_json=as_json and dry_run)
                 return 0 if dry_run else INCOMPLETE
         receipt, interrupted = waiter.wait(node, scope, number, meter)
     complete = _is_complete(receipt) and not interrupted
     if as_json:
         seconds = round(time.monotonic() - begun, 3)
-        print_json(_as_object(receipt, number) | {"complete": complete, "interrupted": interrupted, "seconds": seconds})
+        ended = {"complete": complete, "interrupted": interrupted, "seconds": seconds}
+        print_json(_as_object(receipt, number, disk_dir) | ended)
     else:
-        _show(receipt, scope, number, as_json=False)
+        _show(receipt, scope, number, disk_dir, as_json=False)
     return 0 if complete else INCOMPLETE
 
 
@@ -241,19 +245,19 @@ def _is_complete(receipt: PurgeReply) -> bool:
 # ---- the receipt
 
 
-def _as_object(receipt: PurgeReply, job: bytes) -> dict[str, object]:
+def _as_object(receipt: PurgeReply, job: bytes, disk_dir: str) -> dict[str, object]:
     from tierkv_cli.output import plain
 
     counts: dict[str, object] = plain(receipt)
-    return {"job": job.hex()} | counts
+    return {"job": job.hex()} | counts | {"disk_dir": disk_dir}
 
 
-def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, *, as_json: bool) -> None:
+def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, disk_dir: str, *, as_json: bool) -> None:
     from tierkv.config.sizes import human_size
     from tierkv_cli.output import count, print_json
 
     if as_json:
-        print_json(_as_object(receipt, job or b""))
+        print_json(_as_object(receipt, job or b"", disk_dir))
         return
     is_preview = job is None
     click.echo(
@@ -264,6 +268,9 @@ def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, *, as_json: bool
     click.echo(f"  nvme        {human_size(receipt.nvme_bytes)}")
     if receipt.disk_bytes or receipt.has_disk:
         click.echo(f"  disk        {human_size(receipt.disk_bytes)}")
+    if disk_dir:
+        click.echo(f"  not reached memory and NVMe of other nodes that use {disk_dir}:")
+        click.echo("              they may put it back there, and this node serves it then; purge on each of them")
     if is_preview:
         click.echo(f"  held        {count(receipt.leases, 'lease')}, {count(receipt.tickets, 'ticket')}")
         return

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from tests.cli.conftest import usage_row
+from tests.cli.conftest import status, usage_row
 from tierkv.errors import NodeUnreachable
 from tierkv.wire.messages import PurgedGroup, PurgeReply
 
@@ -172,6 +172,17 @@ def test_a_front_that_dies_meanwhile_is_asked_again_when_there_is_one(tierkv, no
 def test_no_node_is_exit_code_5(tierkv, node, purger):
     purger[:] = [NodeUnreachable("no node answers")]
     assert tierkv("purge", "--tenant", "acme", "--yes").code == 5
+
+
+def test_a_receipt_with_a_disk_tier_says_that_other_nodes_may_put_it_back(tierkv, node, purger):
+    node.statuses = [status(disk_dir="/mnt/kv/tierkv")]
+    for option in ("--yes", "--dry-run"):
+        out = tierkv("purge", "--tenant", "acme", option).out
+        assert "not reached memory and NVMe of other nodes that use /mnt/kv/tierkv" in out
+        assert "purge on each of them" in out
+        assert tierkv("purge", "--tenant", "acme", option, "--json").json["disk_dir"] == "/mnt/kv/tierkv"
+    node.statuses = [status()]
+    assert "other nodes" not in tierkv("purge", "--tenant", "acme", "--yes").out
 
 
 def test_an_interrupt_leaves_the_purge_to_the_node(tierkv, node, purger):
