@@ -232,6 +232,16 @@ def test_an_empty_directory_where_one_was_is_not_filled(data: DataDirectory, tmp
         opened_by(data, data.path / "disk")
 
 
+def test_where_its_mount_is_missing_it_is_not_made_at_a_first_start(data: DataDirectory, tmp_path: Path) -> None:
+    disk = tmp_path / "mnt" / "share" / "tierkv"
+    with pytest.raises(DataDirectoryError, match=f"neither is {disk.parent}: is the disk mounted"):
+        opened_by(data, disk)
+    assert not (tmp_path / "mnt").exists()
+    disk.parent.mkdir(parents=True)
+    opened_by(data, disk).close()
+    assert (disk / "FORMAT").exists()
+
+
 def test_with_what_the_node_knew_of_it_removed_it_begins_anew(data: DataDirectory, tmp_path: Path) -> None:
     opened_by(data, tmp_path / "disk").close()
     for path in (tmp_path / "disk" / "FORMAT", data.path / "disk-index" / "USED"):

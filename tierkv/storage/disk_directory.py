@@ -80,8 +80,8 @@ def open_disk_directory(
     failed: Callable[[Failure], None] = lambda failure: None,
 ) -> DataDirectory:
     """Open it for the node of the data directory `data`, making an absent or empty one that this node has not used
-    before. On a file system that has become read-only, which `failed` is told, it is opened to be read. Raises
-    DataDirectoryError."""
+    before; what it is to lie in must be there. On a file system that has become read-only, which `failed` is told, it
+    is opened to be read. Raises DataDirectoryError."""
     path = Path(path).absolute()
     require_apart(data.path, path)
     used = _read_used(data)
@@ -90,6 +90,8 @@ def open_disk_directory(
             f"{path} has nothing of what this node had there: is the disk mounted? If it is to begin anew, remove"
             f" {data.path / DISK_INDEX}"
         )
+    if not read_only:
+        _require_parent(path)
     owner = blake3(data.store_id.encode()).hexdigest(length=4)
     try:
         disk = DataDirectory.open(path, kind=Kind.DISK, owner=owner, direct_io=direct_io, read_only=read_only)
@@ -119,6 +121,16 @@ def last_disk_directory(data: DataDirectory) -> Path | None:
             f"{data.path / DISK_INDEX} shows that there was one, and not in which directory: name it as disk_dir"
         )
     return Path(used.path)
+
+
+def _require_parent(path: Path) -> None:
+    """A directory that is absent is made in one that is there: made with all above it, it would lie on the root disk
+    where a disk is not mounted."""
+    if not os.path.lexists(path) and not os.path.isdir(path.parent):
+        raise DataDirectoryError(
+            f"{path} is not there, and neither is {path.parent}: is the disk mounted? If it is, make {path.parent};"
+            f" {path.name} is made in it"
+        )
 
 
 @contextmanager
