@@ -9,7 +9,7 @@ from tests.core.simulation import PAGE, Disk, Prompt
 from tierkv.core import found_on_disk
 from tierkv.core.explain import Question
 from tierkv.core.grants import Evicted, Lease, Waiting
-from tierkv.core.instructions import Demote, Read, Remove, SetAside, TierHealth
+from tierkv.core.instructions import DamageFound, Demote, Read, Remove, SetAside, TierHealth
 from tierkv.core.pins import PinPhase, PinState
 from tierkv.core.purge_scope import OfModel
 from tierkv.core.purges import PurgePhase, PurgeState
@@ -138,6 +138,13 @@ def test_a_source_that_is_damaged_is_kept_for_a_look_and_lost() -> None:
     assert bench.state.counts.damaged_extents[Reason.CHECKSUM] == 1
     bench.work()
     assert bench.where(third) in ("n", "hn")
+
+
+def test_damage_that_the_worker_finds_by_itself_is_counted_by_reason() -> None:
+    bench = DiskBench()
+    bench.absorb(bench.state.disk_report(DamageFound(Reason.SHORT_FILE), bench.now))
+    bench.absorb(bench.state.disk_report(DamageFound(Reason.SHORT_FILE), bench.now))
+    assert bench.state.counts.damaged_extents == {Reason.SHORT_FILE: 2}
 
 
 def test_what_another_node_has_used_stays_and_is_offered_again() -> None:

@@ -119,8 +119,13 @@ def test_a_damaged_file_of_its_name_is_replaced(nvme: DataDirectory, disk: DataD
     sample.write(nvme)
     copy(nvme, disk, sample)
     os.truncate(path_of(disk, sample.name), size)
-    assert isinstance(copy(nvme, disk, sample), WrittenFile)
+    copied = copy(nvme, disk, sample)
+    assert isinstance(copied, WrittenFile)
+    assert copied.damaged in (Reason.SHORT_FILE, Reason.BAD_HEADER)
     assert sample.read(disk).valid == 3
+    again = copy(nvme, disk, sample)
+    assert isinstance(again, WrittenFile)
+    assert again.damaged is None
 
 
 def test_a_file_of_its_name_with_a_damaged_block_is_replaced(nvme: DataDirectory, disk: DataDirectory) -> None:
@@ -132,6 +137,7 @@ def test_a_file_of_its_name_with_a_damaged_block_is_replaced(nvme: DataDirectory
     path_of(disk, sample.name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     copied = copy(nvme, disk, sample)
     assert isinstance(copied, WrittenFile)
+    assert copied.damaged is Reason.CHECKSUM
     assert path_of(disk, sample.name).read_bytes() == right
     assert temp_files(disk) == []
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.faults.system_calls import ALWAYS, hold, inject
+from tests.faults.system_calls import ALWAYS, Fault, hold, inject
 from tests.storage.samples import FINGERPRINT, Sample
 from tests.workers.desk import SECONDS, DiskDesk, demote_order, put_on_nvme, remove_order
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import (
     CountFiles,
+    DamageFound,
     Demote,
     FileLost,
     FilesCounted,
@@ -116,6 +117,61 @@ def test_a_file_that_one_node_removes_is_lost_to_the_other_once(tmp_path: Path, 
         wait_until(lambda: b.worker._rescanner.rounds >= rounds + 3, "the directory is looked through three times more")
         assert b.load(kept, 9).valid == 3
         assert len([report for report in b.reports if isinstance(report, FileLost)]) == 1
+
+
+@pytest.mark.parametrize("was_known", [True, False])
+def test_a_damaged_file_that_is_found_by_looking_is_counted_once(tmp_path: Path, disk: Path, was_known: bool) -> None:
+    bad = Sample()
+    with DiskDesk(disk, data=tmp_path / "a") as a, DiskDesk(disk, data=tmp_path / "b", rescan_seconds=0.01) as b:
+        a.recovered()
+        b.recovered()
+        a.store(bad, 1)
+        b.wait(lambda _: bad.name.key in b.rows)
+        if not was_known:
+            a.send(remove_order(bad, 2))
+            a.answer(2)
+            b.wait_type(FileLost)
+            seen = len(b.reports)
+            raw = path_of(a.data, bad).read_bytes()
+            (path_of(disk, bad).parent).mkdir(exist_ok=True)
+            (disk / "tmp" / "half").write_bytes(raw[:-4096])
+            os.rename(disk / "tmp" / "half", path_of(disk, bad))
+        else:
+            seen = len(b.reports)
+            os.truncate(path_of(disk, bad), 8192)
+        assert b.wait(lambda report: isinstance(report, DamageFound), seen=seen) == DamageFound(Reason.SHORT_FILE)
+        rounds = b.worker._rescanner.rounds
+        wait_until(lambda: b.worker._rescanner.rounds >= rounds + 3, "the directory is looked through three times more")
+        b.load(bad, 9)
+        assert len([report for report in b.reports if isinstance(report, DamageFound)]) == 1
+        assert len([report for report in b.reports if isinstance(report, FileLost)]) == 1
+        assert len(os.listdir(disk / "quarantine")) == 1
+
+
+def test_a_damaged_file_that_cannot_be_set_aside_is_counted_once(tmp_path: Path, disk: Path) -> None:
+    bad = Sample()
+    with DiskDesk(disk, data=tmp_path / "a") as a:
+        a.store(bad, 1)
+        with DiskDesk(disk, data=tmp_path / "b", rescan_seconds=0.01) as b, pytest.MonkeyPatch.context() as patch:
+            b.recovered()
+            Fault(patch, "rename", errno.EIO, when=lambda args, _: bad.name.file in args)
+            os.truncate(path_of(disk, bad), 8192)
+            b.wait_type(DamageFound)
+            rounds = b.worker._rescanner.rounds
+            wait_until(lambda: b.worker._rescanner.rounds >= rounds + 3, "it is looked through three times more")
+            errors = b.health(lambda health: bool(health.errors)).errors
+            assert len([report for report in b.reports if isinstance(report, DamageFound)]) == 1
+            assert errors == {"rename EIO": 1}
+
+
+def test_a_damaged_file_that_a_copy_has_replaced_is_counted(disk: Path) -> None:
+    sample = Sample()
+    with DiskDesk(disk) as desk:
+        desk.store(sample, 1)
+        os.truncate(path_of(disk, sample), 8192)
+        desk.store(sample, 2)
+        assert desk.wait_type(DamageFound) == DamageFound(Reason.SHORT_FILE)
+        assert desk.load(sample, 3).valid == 3
 
 
 def test_what_a_node_puts_there_itself_is_no_news_to_it(disk: Path) -> None:

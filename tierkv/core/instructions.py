@@ -499,6 +499,13 @@ class FileLost(Report, frozen=True, tag=True):
     key: bytes
 
 
+class DamageFound(Report, frozen=True, tag=True):
+    """A file was found damaged, for `reason`, when nobody had asked for it: by looking what other nodes have put into a
+    shared directory, or under the name that a copy was to get. It was set aside, or the copy has its place."""
+
+    reason: Reason
+
+
 class ScrubProgress(Report, frozen=True, tag=True):
     """`damaged` lists what this report adds: (path below the data directory, reason). `set_aside` names the extents
     that repair moved away, as (group, rank, key)."""
@@ -662,6 +669,7 @@ AnyReport = (
     | TierHealth
     | Alive
     | FileLost
+    | DamageFound
     | ScrubProgress
     | PurgeRecorded
     | PurgeSwept

@@ -37,6 +37,7 @@ from tierkv.core.grants import (
 from tierkv.core.hottest import HotPrefix
 from tierkv.core.instructions import (
     AnyReport,
+    DamageFound,
     FileLost,
     GroupFound,
     OnDisk,
@@ -411,6 +412,8 @@ class CacheState:
                     cascade.found.set_aside(group, rank, key, now)
             case FileLost():
                 cascade.found.file_lost(report, now)
+            case DamageFound():
+                self._ledger.counts.damaged_extents[report.reason] += 1
             case GroupFound():
                 cascade.found.group_found(report, now)
             case Rows():

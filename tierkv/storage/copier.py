@@ -28,7 +28,7 @@ from tierkv.core.instructions import Demote
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, OtherExtent, StorageError, UnknownFormat
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.extent_file import WrittenFile, check_expected, require_ours, verify_file
+from tierkv.storage.extent_file import Verified, WrittenFile, check_expected, require_ours, verify_file
 from tierkv.storage.extent_header import FoundExtent, check_name, load_extent, open_regular, read_header_at
 from tierkv.storage.format import decode_intact
 from tierkv.storage.names import ExtentName
@@ -53,6 +53,10 @@ class _Name(Enum):
     FREE = 1
     TO_REPLACE = 2
     TAKEN = 3
+
+
+_There = FoundExtent | _Name | Reason
+"""A file that may be taken over, or why one that is damaged is not."""
 
 
 class _SourceFailed(Exception):
@@ -116,9 +120,13 @@ def _copy_once(
     with ExitStack() as opened:
         fd, extent = _open_source(opened, source, demote, name, identity)
         there = _look(target, demote, name, identity)
-        if isinstance(there, FoundExtent) and _is_whole(target, name):
-            _refresh(target, name, there, demote.last_used)
-            return WrittenFile(there.file_bytes, target.unflushed(name.folder), there.header.keys)
+        damaged = there if isinstance(there, Reason) else None
+        if isinstance(there, FoundExtent):
+            seen = _read_whole(target, name)
+            if seen.reason is None:
+                _refresh(target, name, there, demote.last_used)
+                return WrittenFile(there.file_bytes, target.unflushed(name.folder), there.header.keys)
+            damaged = seen.reason if seen.damaged else None
         if there is _Name.TAKEN:
             return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} is there, with blocks that go on otherwise")
         temp = opened.enter_context(TempFile(target, direct=True))
@@ -135,7 +143,7 @@ def _copy_once(
                 name.folder, name.file, refuse=lambda folder_fd: _require_same(folder_fd, demote, name, identity, there)
             )
         reached("renamed")
-    return WrittenFile(extent.file_bytes, target.unflushed(name.folder), extent.header.keys)
+    return WrittenFile(extent.file_bytes, target.unflushed(name.folder), extent.header.keys, damaged)
 
 
 # ---- the source
@@ -204,7 +212,7 @@ def _copy_blocks(source: BlockFile, temp: BlockFile, extent: FoundExtent, target
 # ---- the target
 
 
-def _look(target: DataDirectory, demote: Demote, name: ExtentName, identity: Identity | None) -> FoundExtent | _Name:
+def _look(target: DataDirectory, demote: Demote, name: ExtentName, identity: Identity | None) -> _There:
     """Raises StorageError, and UnknownFormat or ForeignFile for what is to be left."""
     try:
         with target.folder(name.folder) as folder_fd:
@@ -215,15 +223,15 @@ def _look(target: DataDirectory, demote: Demote, name: ExtentName, identity: Ide
         return _Name.FREE
 
 
-def _look_in(folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None) -> FoundExtent | _Name:
+def _look_in(folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None) -> _There:
     try:
         require_ours(folder_fd, name.file)
         found = read_header_at(folder_fd, name)
         check_expected(found.header, demote, identity)
     except OtherExtent:
         return _Name.TO_REPLACE if demote.keys.startswith(found.header.keys) else _Name.TAKEN
-    except DamagedFile:
-        return _Name.TO_REPLACE
+    except DamagedFile as error:
+        return Reason(error.reason)
     except StorageError as error:
         if error.errno_name != "EIO":  # what can't be read is of no use to anybody
             raise
@@ -231,18 +239,16 @@ def _look_in(folder_fd: int, demote: Demote, name: ExtentName, identity: Identit
     return found
 
 
-def _is_whole(target: DataDirectory, name: ExtentName) -> bool:
+def _read_whole(target: DataDirectory, name: ExtentName) -> Verified:
     """Whether a file that was found is right to its last block. The file on NVMe is given up for it, so what its header
     says is not enough. Raises _NameChanged where it is gone."""
     seen = verify_file(target, name)
     if seen.reason is Reason.NOT_FOUND:
         raise _NameChanged
-    return seen.reason is None
+    return seen
 
 
-def _require_same(
-    folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None, seen: FoundExtent | _Name
-) -> None:
+def _require_same(folder_fd: int, demote: Demote, name: ExtentName, identity: Identity | None, seen: _There) -> None:
     """Still to be replaced, as it was `seen`, or gone. Raises _NameChanged."""
     try:
         there = _look_in(folder_fd, demote, name, identity)
@@ -250,7 +256,7 @@ def _require_same(
         if error.errno_name != "ENOENT":
             raise
         return
-    if there is not _Name.TO_REPLACE and there != seen:
+    if there is not _Name.TO_REPLACE and not isinstance(there, Reason) and there != seen:
         raise _NameChanged
 
 

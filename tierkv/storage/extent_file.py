@@ -72,11 +72,12 @@ Deviation = StorageError | DamagedFile | UnknownFormat | ForeignFile
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
     """`file_bytes` lie under the extent's name, and hold the blocks of `keys`; `flush` are the directories whose flush
-    makes that durable."""
+    makes that durable. `damaged`: why a file that had the name before was of no use to anybody."""
 
     file_bytes: int
     flush: tuple[Parts, ...]
     keys: bytes
+    damaged: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import (
+    DamageFound,
     Demote,
     ExtentRow,
     FileLost,
@@ -205,11 +206,17 @@ class Operations:
             if isinstance(outcome, Failure):
                 return self._write_failed(order, name, outcome, expected)
             self._put_row(order, name, outcome)
+            if outcome.damaged is not None:
+                self._damage_replaced(name, outcome.damaged)
         finally:
             self._arriving.discard(name)
         self._times.was_set(name, time.monotonic())
         self._flush_then(outcome.flush, lambda failure: self._written(order, outcome, failure, started))
         return None
+
+    def _damage_replaced(self, name: ExtentName, reason: Reason) -> None:
+        self._quiet.warning(f"damaged extents ({reason})", f"{name} was damaged ({reason}), and has been replaced")
+        self._report([DamageFound(reason)])
 
     def _admit(self, num_bytes: int) -> Closed | None:
         try:

@@ -24,7 +24,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tierkv.core.instructions import ExtentRow, FileLost, GroupFound, PurgeScope, Report, Rows
+from tierkv.core.instructions import DamageFound, ExtentRow, FileLost, GroupFound, PurgeScope, Report, Rows
+from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
 from tierkv.storage.catalog import Catalog, Change, DropRow, IndexFailed, PutRow, Restamp, TouchedRow
 from tierkv.storage.directory import DataDirectory
@@ -95,6 +96,7 @@ class Rescanner:
         self._clock = clock
         self._due = clock() + seconds
         self._looking: set[ExtentName] = set()
+        self._stuck: set[ExtentName] = set()  # damaged, told, and not to be moved
         self._is_running = False
         self._is_ended = False
         self.rounds = 0
@@ -292,11 +294,22 @@ class Rescanner:
         if finding.outcome is Outcome.UNREADABLE:
             log.warning("%s is not read: %s", name, finding.problem)
             return []
-        if finding.outcome is Outcome.DAMAGED:
+        reports: list[Report] = [FileLost(name.group, name.rank, name.key)] if was_known else []
+        if finding.outcome is Outcome.DAMAGED and name not in self._stuck:
             log.warning("%s is damaged (%s): %s", name, finding.reason, finding.problem)
-            try:
-                self._quarantine.set_aside(name, finding.reason, self._now())
-            except StorageError as error:
-                self._gate.count(Failure.of(error))
+            reports.append(DamageFound(finding.reason))
+        if finding.outcome is Outcome.DAMAGED:
+            self._set_aside(name, finding.reason)
         self._index.add(DropRow(Namespace.of(name).row_name(name.key)))
-        return [FileLost(name.group, name.rank, name.key)] if was_known else []
+        return reports
+
+    def _set_aside(self, name: ExtentName, reason: Reason) -> None:
+        """One that has to stay where it is, is found again in each round, and told once."""
+        try:
+            self._quarantine.set_aside(name, reason, self._now())
+        except StorageError as error:
+            if name not in self._stuck:
+                self._gate.count(Failure.of(error))
+            self._stuck.add(name)
+        else:
+            self._stuck.discard(name)
