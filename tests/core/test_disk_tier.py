@@ -172,6 +172,17 @@ def test_a_name_that_another_node_has_taken_stays_its_own() -> None:
     assert bench.state.counts.dropped_demotions[Reason.NAME_TAKEN] == 1
 
 
+def test_a_file_that_another_node_has_put_in_its_place_is_no_damage() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    first, *_ = bench.store_several(5)
+    assert bench.where(first) == "d"
+    bench.disk_worker.put(bench.prompt(1, 999), 0, 2, bench.now)
+    bench.disk_worker.unheard.clear()
+    bench.load(first)
+    assert bench.where(first) == ""
+    assert not bench.state.counts.damaged_extents
+
+
 def test_extents_of_another_node_join_the_tree_while_this_one_runs() -> None:
     bench = DiskBench()
     (parent,) = bench.store_several(1)

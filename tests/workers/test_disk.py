@@ -174,6 +174,23 @@ def test_a_damaged_file_that_a_copy_has_replaced_is_counted(disk: Path) -> None:
         assert desk.load(sample, 3).valid == 3
 
 
+def test_a_file_that_another_node_has_removed_is_no_file_error(tmp_path: Path, disk: Path) -> None:
+    shared, kept = Sample(), Sample(seed=60)
+    with DiskDesk(disk, data=tmp_path / "a") as a, DiskDesk(disk, data=tmp_path / "b") as b:
+        a.recovered()
+        b.recovered()
+        b.store(shared, 1)
+        b.store(kept, 2)
+        a.send(remove_order(shared, 1))
+        a.answer(1)
+        report = b.load(shared, 3)
+        assert (report.valid, report.reason, report.gone) == (0, Reason.NOT_FOUND, True)
+        b.send(remove_order(shared, 4))
+        assert b.answer(4) == RemoveDone(4)
+        assert b.load(kept, 5).valid == 3
+        assert b.health(lambda _: True).errors == {}
+
+
 def test_what_a_node_puts_there_itself_is_no_news_to_it(disk: Path) -> None:
     with DiskDesk(disk, rescan_seconds=0.0) as desk:
         desk.recovered()

@@ -93,7 +93,8 @@ class Losses:
     def lose_disk_copy(self, extent: Extent, reason: Reason, now: float) -> int:
         """The file of some rank in the disk tier is not there or not right. Where it is gone, or somebody else's, that
         is all. The bytes of the files that may be there and are of no use any more."""
-        self._ledger.counts.damaged_extents[reason] += reason is not Reason.NOT_FOUND
+        if reason not in _NOT_OURS:
+            self._ledger.counts.damaged_extents[reason] += 1
         if extent.disk is not FileState.PRESENT:
             return 0
         left = 0

@@ -248,7 +248,10 @@ class Operations:
         try:
             status = self._files.status(self._directory, name)
         except StorageError as error:
-            self._gate.count(Failure.of(error))
+            if error.reason == Reason.NOT_FOUND:
+                self._count_absent(Failure.of(error))
+            else:
+                self._gate.count(Failure.of(error))
             return  # the next start reads its header
         row = ExtentRow(
             key=order.key,
@@ -296,13 +299,20 @@ class Operations:
     def _note_reading(self, name: ExtentName, outcome: ReadOutcome) -> None:
         if outcome.failure is None:
             self._gate.read_succeeded()
-        elif outcome.reason in (None, Reason.NOT_FOUND):
+        elif outcome.reason is Reason.NOT_FOUND:
+            self._count_absent(outcome.failure)
+        elif outcome.reason is None:
             self._gate.count(outcome.failure)
         else:
             self._gate.read_failed(outcome.failure, name)
             failure = outcome.failure
             kind = f"extents not read ({failure.operation} {failure.errno_name})"
             self._quiet.warning(kind, f"{name} was not read: {failure.operation}: {failure.problem}")
+
+    def _count_absent(self, failure: Failure) -> None:
+        """Where nodes share the files, one that is gone is no error: another node has evicted it."""
+        if not self._directory.is_shared:
+            self._gate.count(failure)
 
     def _identity_for(self, read: Read) -> Identity | None:
         """None where it is not known: the header's own digest of it is compared in any case."""
