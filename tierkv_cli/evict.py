@@ -50,10 +50,10 @@ def command(*, where: Where, to: str, tier: str, model: str | None, dry_run: boo
     from tierkv_cli.reach import operator, wait_ready
 
     to_bytes = _size(to)
-    if not (dry_run or yes or sys.stdin.isatty()):
-        raise _usage("there is no terminal to ask on: say --yes, or --dry-run to see what would go")
     with operator(where) as node, Meter("evict", "evictions") as meter:
         wait_ready(node, meter)
+        if not (dry_run or yes or sys.stdin.isatty()):
+            raise _usage("there is no terminal to ask on: say --yes, or --dry-run to see what would go")
         fingerprint = _fingerprint(node, model)
         if dry_run or not yes:
             preview = node.evict(tier=tier, to_bytes=to_bytes, fingerprint=fingerprint, dry_run=True)

@@ -100,8 +100,8 @@ def command(
     with operator(where) as node, Meter("purge") as meter:
         scope = _scope(tenant, tenant_stdin, no_tenant, model, prefix, has_job=job is not None)
         number = _job(job)
-        _require_consent(dry_run=dry_run, yes=yes, is_new=job is None)
         wait_ready(node, meter)
+        _require_consent(dry_run=dry_run, yes=yes, is_new=job is None)
         disk_dir = node.status().disk_dir
         scope = _with_fingerprint(node, scope)
         if dry_run or not (yes or job):

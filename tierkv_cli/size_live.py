@@ -155,8 +155,8 @@ def _realistic(reply: SizeReply, sizing: Sizing, saved: float, more: tuple[More,
     last, wanted = reply.tiers[-1], REALISTIC_SHARE * sizing.ceiling.host_seconds
     if not wanted:
         return None
-    if saved >= wanted:
-        return last.capacity_bytes
+    if saved >= wanted:  # with as much as it has; and all that was asked for is all that it could hold of that
+        return min(last.capacity_bytes, int(reply.seen_bytes * max(1.0, reply.file_factor)))
     enough = (one for one in more if one.tier == last.tier and saved + one.seconds >= wanted)
     return next((last.capacity_bytes + one.more_bytes for one in enough), None)
 

@@ -118,3 +118,4 @@ def test_a_size_that_can_not_be_meant_is_refused(tierkv, node, evicter, size):
 def test_without_a_node_nothing_is_evicted(tierkv, node, evicter):
     node.is_there = False
     assert tierkv("evict", "--to", "0", "--yes", "--endpoint", "/nowhere").code == 5
+    assert tierkv("evict", "--to", "0", "--endpoint", "/nowhere").code == 5

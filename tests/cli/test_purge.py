@@ -172,6 +172,8 @@ def test_a_front_that_dies_meanwhile_is_asked_again_when_there_is_one(tierkv, no
 def test_no_node_is_exit_code_5(tierkv, node, purger):
     purger[:] = [NodeUnreachable("no node answers")]
     assert tierkv("purge", "--tenant", "acme", "--yes").code == 5
+    node.is_there = False
+    assert tierkv("purge", "--tenant", "acme").code == 5
 
 
 def test_a_receipt_with_a_disk_tier_says_that_other_nodes_may_put_it_back(tierkv, node, purger):

@@ -246,6 +246,12 @@ def test_a_node_without_nvme_tells_of_memory_alone(tierkv: Tierkv, told: dict[st
     assert "nvme below 128.0 MiB" in done.out  # what it would bring to have some
 
 
+def test_no_more_is_said_to_be_needed_than_all_that_was_asked_for(tierkv: Tierkv, told: dict[str, SizeReply]) -> None:
+    tiers = (*answer().tiers, SizedTier("disk", 300 * MIB, 100))
+    told["size"] = answer(tiers=tiers, saved_seconds=6_000.0, seen_bytes=76 * MIB, file_factor=1.0)
+    assert tierkv("size", "--json").json["did"]["realistic_bytes"] == 76 * MIB
+
+
 def test_a_disk_below_nvme_adds_its_room_to_that_of_nvme(tierkv: Tierkv, told: dict[str, SizeReply]) -> None:
     tiers = (*answer().tiers, SizedTier("disk", 1_536 * MIB, 100))
     more = (MoreGain("disk", 512 * MIB, 20, 200.0),)

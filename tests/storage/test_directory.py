@@ -144,6 +144,12 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
         DataDirectory.open(tmp_path / "data")
 
 
+def test_a_file_on_the_way_to_the_directory_is_what_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataDirectoryError, match=f"^{tmp_path}/file is not a directory$"):
+        DataDirectory.open(tmp_path / "file" / "x" / "y")
+
+
 def test_nothing_is_made_where_only_opening_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataDirectoryError, match="does not exist"):
         DataDirectory.open(tmp_path / "absent", create=False)

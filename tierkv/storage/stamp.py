@@ -93,7 +93,8 @@ def _open_root(path: Path, *, create: bool) -> int:
         if path.is_symlink():
             raise DataDirectoryError(f"{path} is a symbolic link; name the directory itself") from error
         if error.errno_name == "ENOTDIR":
-            raise DataDirectoryError(f"{path} is not a directory") from error
+            culprit = next((one for one in (*reversed(path.parents), path) if not one.is_dir()), path)
+            raise DataDirectoryError(f"{culprit} is not a directory") from error
         raise
     try:
         owner = call("fstat", os.fstat, fd).st_uid
