@@ -308,6 +308,9 @@ def _problems(receipt: PurgeReply) -> list[str]:
         problems.append(f"engines of earlier fronts still map {held} of memory that may hold some of it")
     if receipt.left_files:
         problems.append(f"{count(receipt.left_files, 'file')} left: not tierkv's, or of a newer format")
+        problems += [f"left: {path}" for path in receipt.left_paths]
+        more = receipt.left_files - len(receipt.left_paths)
+        problems += [f"left: {more:,} more"] if receipt.left_paths and more else []
     if receipt.unknown_groups:
         groups = count(receipt.unknown_groups, "group")
         problems.append(f"{groups} on disk without a right identity.json can't be told to be this tenant's or not")

@@ -16,7 +16,12 @@ JOB = "ab" * 16
 def receipt(phase: str = "gone", **changes) -> PurgeReply:
     values = dict.fromkeys(PurgeReply.__struct_fields__, 0)
     values |= {"id": 1, "phase": phase, "finished": phase in ("gone", "preview"), "reason": "", "recorded": True}
-    values |= {"groups": (PurgedGroup("ab" * 32, bytes(32), "llama", "6a48603d", 2, 32),), "extents": 2, "blocks": 32}
+    values |= {
+        "left_paths": (),
+        "groups": (PurgedGroup("ab" * 32, bytes(32), "llama", "6a48603d", 2, 32),),
+        "extents": 2,
+        "blocks": 32,
+    }
     return PurgeReply(**(values | changes))
 
 
@@ -156,6 +161,14 @@ def test_what_was_left_is_told_and_is_exit_code_4(tierkv, node, purger, left, to
     outcome = tierkv("purge", "--tenant", "acme", "--yes")
     assert outcome.code == 4
     assert told in outcome.err
+
+
+def test_paths_of_what_was_left_are_named_as_far_as_they_are_told(tierkv, node, purger):
+    purger[:] = [receipt("gone", left_files=5, left_paths=("/disk/models/x/notes.txt", "/disk/models/x/link"))]
+    outcome = tierkv("purge", "--tenant", "acme", "--yes")
+    assert outcome.code == 4
+    assert "left: /disk/models/x/notes.txt\n" in outcome.err
+    assert "left: 3 more" in outcome.err
 
 
 def test_a_job_is_looked_at_again_by_its_id(tierkv, node, purger):

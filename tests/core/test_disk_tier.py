@@ -9,7 +9,7 @@ from tests.core.simulation import PAGE, Disk, Prompt
 from tierkv.core import found_on_disk
 from tierkv.core.explain import Question
 from tierkv.core.grants import Evicted, Lease, Waiting
-from tierkv.core.instructions import DamageFound, Demote, Read, Remove, SetAside, TierHealth
+from tierkv.core.instructions import DamageFound, Demote, PurgeSwept, Read, Remove, SetAside, Swept, TierHealth
 from tierkv.core.pins import PinPhase, PinState
 from tierkv.core.purge_scope import OfModel
 from tierkv.core.purges import PurgePhase, PurgeState
@@ -426,6 +426,25 @@ def test_a_purge_says_that_it_waits_for_a_disk_tier_that_does_not_answer() -> No
     progress = bench.state.purge_progress(b"purge")
     assert progress is not None
     assert (progress.phase, progress.reason) == (PurgePhase.GONE, None)
+
+
+def test_what_was_left_on_nvme_is_told_beside_what_was_left_in_the_disk_tier() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(4)
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    nvme = PurgeSwept(b"purge", Swept(files=2, left_files=2, unknown_groups=1, left_paths=("/nvme/a", "/nvme/b")))
+    disk = PurgeSwept(b"purge", Swept(files=1, left_files=1, left_paths=("/disk/c",)))
+    bench.absorb(bench.state.disk_report(disk, bench.now))
+    bench.absorb(bench.state.report(nvme, bench.now))
+    for clean in (None, PurgeSwept(b"purge", Swept())):  # one that comes late changes nothing
+        if clean is not None:
+            bench.absorb(bench.state.disk_report(clean, bench.now))
+        progress = bench.state.purge_progress(b"purge")
+        assert progress is not None
+        swept = progress.swept
+        assert (swept.files, swept.left_files, swept.unknown_groups) == (3, 3, 1)
+        assert swept.left_paths == ("/nvme/a", "/nvme/b", "/disk/c")
 
 
 def pin(bench: DiskBench, prompt: Prompt, tier: str = "host") -> PinState:

@@ -194,6 +194,9 @@ def test_what_is_not_ours_or_newer_is_left_and_counted_with_what_says_whose_it_i
     os.symlink(store.root / str(store.others[0].name), shelf / f"{shelf.name}{'0' * 62}.kv")
     swept = store.purge(store.whole)
     assert swept.left_files == 3  # type: ignore[attr-defined]
+    assert sorted(swept.left_paths) == sorted(  # type: ignore[attr-defined]
+        map(str, (shelf / "notes.txt", newer, shelf / f"{shelf.name}{'0' * 62}.kv"))
+    )
     assert sorted(path.name for path in shelf.iterdir()) == sorted([f"{shelf.name}{'0' * 62}.kv", "notes.txt"])
     assert (shelf.parent.parent / "identity.json").exists()
     assert (store.root / str(store.others[0].name)).exists()

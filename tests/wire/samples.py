@@ -425,6 +425,7 @@ REPLIES: tuple[Reply, ...] = (
         removed_disk_files=2,
         removed_disk_bytes=3,
         has_disk=True,
+        left_paths=("/disk/notes.txt",),
     ),
     ExplainReply(
         id=18,

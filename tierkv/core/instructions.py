@@ -519,9 +519,13 @@ class ScrubProgress(Report, frozen=True, tag=True):
     finished: bool
 
 
+LEFT_PATHS = 8
+"""Paths that a receipt has room for."""
+
+
 class Swept(msgspec.Struct, frozen=True):
     """What one sweep removed, and what it left: files that are not tierkv's or of a newer format, and (where the scope
-    names a tenant) groups that don't say whose they are."""
+    names a tenant) groups that don't say whose they are. `left_paths` are the first LEFT_PATHS of those files."""
 
     files: int = 0
     file_bytes: int = 0
@@ -532,6 +536,7 @@ class Swept(msgspec.Struct, frozen=True):
     index_rows: int = 0
     left_files: int = 0
     unknown_groups: int = 0
+    left_paths: tuple[str, ...] = ()
 
 
 class PurgeRecorded(Report, frozen=True, tag=True):

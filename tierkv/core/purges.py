@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+import msgspec
+
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent
 from tierkv.core.grants import GroupSpec
 from tierkv.core.instructions import (
+    LEFT_PATHS,
     PurgeAbout,
     PurgeRecorded,
     PurgeResumed,
@@ -83,6 +86,7 @@ class _Sweep:
     is_running: bool = False
     is_over: bool = False
     retry_at: float | None = None
+    swept: Swept = field(default_factory=Swept)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +101,6 @@ class _Job:
     held: dict[Extent, None] = field(default_factory=dict)  # with slots that somebody may still touch
     tickets: dict[bytes, None] = field(default_factory=dict)
     reads: set[int] = field(default_factory=set)
-    swept: Swept = field(default_factory=Swept)
     recorded: bool = False
     on_nvme: _Sweep = field(default_factory=_Sweep)
     on_disk: _Sweep = field(default_factory=_Sweep)
@@ -308,7 +311,7 @@ class Purges:
     def _swept(self, job: _Job, files: TierFiles, sweep: _Sweep, report: PurgeSwept, now: float) -> None:
         if not sweep.is_running:
             return  # of a worker that died before its report was read: it is swept again
-        job.swept = add_swept(job.swept, report.swept)
+        sweep.swept = add_swept(sweep.swept, report.swept)
         sweep.is_running, job.reason = False, report.reason
         if report.reason is not None:
             sweep.retry_at = now + self._ledger.limits.retry_seconds
@@ -350,7 +353,7 @@ class Purges:
         return job
 
     def _resumed(self, job: _Job, files: TierFiles, sweep: _Sweep, report: PurgeResumed, now: float) -> None:
-        job.swept = add_swept(job.swept, report.swept)
+        sweep.swept = add_swept(sweep.swept, report.swept)
         job.reason = report.reason
         self._ledger.has_let_go = True
         sweep.is_running = False
@@ -417,7 +420,7 @@ class Purges:
         return PurgeState(
             phase=phase,
             about=job.about,
-            swept=job.swept,
+            swept=_of_both(job.on_nvme.swept, job.on_disk.swept),
             groups=job.groups,
             recorded=job.recorded,
             leases=len(leases),
@@ -446,7 +449,7 @@ class Purges:
 
 
 def add_swept(one: Swept, other: Swept) -> Swept:
-    """What both removed; what is left is as the later one found it."""
+    """What two sweeps of one tier removed; what is left is as the later one found it."""
     return Swept(
         files=one.files + other.files,
         file_bytes=one.file_bytes + other.file_bytes,
@@ -457,6 +460,16 @@ def add_swept(one: Swept, other: Swept) -> Swept:
         index_rows=one.index_rows + other.index_rows,
         left_files=other.left_files,
         unknown_groups=other.unknown_groups,
+        left_paths=other.left_paths,
+    )
+
+
+def _of_both(nvme: Swept, disk: Swept) -> Swept:
+    return msgspec.structs.replace(
+        add_swept(nvme, disk),
+        left_files=nvme.left_files + disk.left_files,
+        unknown_groups=nvme.unknown_groups + disk.unknown_groups,
+        left_paths=(*nvme.left_paths, *disk.left_paths)[:LEFT_PATHS],
     )
 
 

@@ -124,6 +124,7 @@ def purge_reply(request_id: int, state: PurgeState, on_disk: Swept, *, has_disk:
         temp_bytes=swept.temp_bytes,
         index_rows=swept.index_rows,
         left_files=swept.left_files,
+        left_paths=swept.left_paths,
         unknown_groups=swept.unknown_groups,
         leases=state.leases,
         tickets=state.tickets,

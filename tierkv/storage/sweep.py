@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
-from tierkv.core.instructions import PurgeScope, Swept
+from tierkv.core.instructions import LEFT_PATHS, PurgeScope, Swept
 from tierkv.core.keys import split_keys
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, StorageError, UnknownFormat
@@ -82,6 +84,17 @@ class _Removed:
     files: int = 0
     file_bytes: int = 0
     left: int = 0
+    left_paths: list[str] = field(default_factory=list)  # the first few
+
+    def leave(self, folder: Path, names: Iterable[str], count: int = 1) -> None:
+        self.left += count
+        room = LEFT_PATHS - len(self.left_paths)
+        self.left_paths += [_readable(str(folder / name)) for name in islice(names, room)]
+
+
+def _readable(path: str) -> str:
+    """On a terminal and in a message, whatever bytes are in it."""
+    return path if path.isprintable() else ascii(path)[1:-1]
 
 
 @dataclass(slots=True)
@@ -133,6 +146,7 @@ class _Sweep:
             index_rows=rows,
             left_files=self.removed.left,
             unknown_groups=self._count_unknown() if self.scope.names_tenant else 0,
+            left_paths=tuple(self.removed.left_paths),
         )
 
     def _groups(self) -> Iterator[GroupFolder]:
@@ -164,16 +178,20 @@ class _Sweep:
                 strays = Strays()
                 for entry in list_extents(folder_fd, shelf, strays):
                     if heads is None or key_of(entry) in heads:
-                        self._unlink(folder_fd, entry, namespace.group)
-                self.removed.left += strays.foreign if heads is None else 0
+                        self._unlink(folder_fd, parts, entry, namespace.group)
+                if heads is None:
+                    self.removed.leave(self._path(parts), strays.foreign_names, strays.foreign)
             self._flush(parts)
             remove_if_empty(namespace_fd, shelf)
 
-    def _unlink(self, folder_fd: int, entry: os.DirEntry[str], group: bytes) -> None:
+    def _path(self, parts: Parts) -> Path:
+        return self.directory.path.joinpath(*parts)
+
+    def _unlink(self, folder_fd: int, parts: Parts, entry: os.DirEntry[str], group: bytes) -> None:
         try:
             found = call("stat", entry.stat, follow_symlinks=False)
             if not unlink_extent(folder_fd, entry.name):
-                self.removed.left += 1
+                self.removed.leave(self._path(parts), [entry.name])
                 return
         except StorageError as error:
             if error.errno_name != "ENOENT":
@@ -241,7 +259,7 @@ class _Sweep:
             with self.directory.folder(parts) as fd:
                 others = set(call("listdir", os.listdir, fd)) - {described_by}
                 if not others:
-                    self._unlink_described(fd, described_by)
+                    self._unlink_described(fd, parts, described_by)
             self._flush(parts)
             if not others:
                 self._remove_folder(parts[:-1], parts[-1])
@@ -250,11 +268,11 @@ class _Sweep:
                 raise
         self._flush(parts[:-1])
 
-    def _unlink_described(self, fd: int, file: str) -> None:
+    def _unlink_described(self, fd: int, parts: Parts, file: str) -> None:
         try:
             found = call("stat", os.stat, file, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
-                self.removed.left += 1
+                self.removed.leave(self._path(parts), [file])
                 return
             call("unlink", os.unlink, file, dir_fd=fd)
         except StorageError as error:

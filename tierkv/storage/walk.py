@@ -28,6 +28,7 @@ _LOST_AND_FOUND = "lost+found"
 
 
 _PROBLEMS_KEPT = 20
+_NAMES_KEPT = 8
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Strays:
     foreign: int = 0
     unreadable: int = 0
     problems: list[str] = field(default_factory=list)  # the first few, for the log
+    foreign_names: list[str] = field(default_factory=list)  # of the first few among extents
 
     def note(self, error: StorageError, parts: Parts) -> None:
         if error.reason != Reason.NOT_FOUND:
@@ -88,19 +90,23 @@ def find_shelves(directory: DataDirectory, namespace: Namespace, strays: Strays)
 def list_extents(folder_fd: int, shelf: str, strays: Strays) -> list[os.DirEntry[str]]:
     """Entries of an open shelf that are files with a name of ours. Raises StorageError."""
     extents, foreign = call("listdir", _scan_extents, folder_fd, shelf)
-    strays.foreign += foreign
+    strays.foreign += len(foreign)
+    strays.foreign_names += foreign[: _NAMES_KEPT - len(strays.foreign_names)]
     return extents
 
 
-def _scan_extents(folder_fd: int, shelf: str) -> tuple[list[os.DirEntry[str]], int]:
+def _scan_extents(folder_fd: int, shelf: str) -> tuple[list[os.DirEntry[str]], list[str]]:
     with os.scandir(folder_fd) as entries:
         found = list(entries)
-    extents = [
-        entry
-        for entry in found
-        if _EXTENT.fullmatch(entry.name) and entry.name.startswith(shelf) and entry.is_file(follow_symlinks=False)
-    ]
-    return extents, len(found) - len(extents)
+    extents: list[os.DirEntry[str]] = []
+    others: list[str] = []
+    for entry in found:
+        is_named = _EXTENT.fullmatch(entry.name) and entry.name.startswith(shelf)
+        if is_named and entry.is_file(follow_symlinks=False):
+            extents.append(entry)
+        else:
+            others.append(entry.name)
+    return extents, others
 
 
 def key_of(entry: os.DirEntry[str]) -> bytes:

@@ -651,9 +651,9 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     tier), those in quarantine and temp files of dead writers apart, and `index_rows`. What still holds some of it:
     `leases` and `tickets` of engines with `held_bytes`, `wiping_bytes` of host memory that are being zeroed, and
     `earlier_bytes`: arenas of earlier fronts that engines still have mapped.
-    What was left: `left_files` that are not tierkv's or of a newer format, and `unknown_groups` on disk that don't say
-    whose they are. `recorded`: the purge would be gone on with after a crash. Times are the node's, 0 for not yet.
-    `reason`: why it does not get on; it is tried again every second.
+    What was left: `left_files` that are not tierkv's or of a newer format (`left_paths`: the first of them), and
+    `unknown_groups` on disk that don't say whose they are. `recorded`: the purge would be gone on with after a crash.
+    Times are the node's, 0 for not yet. `reason`: why it does not get on; it is tried again every second.
     """
 
     phase: str
@@ -687,6 +687,7 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     removed_disk_files: Count = 0
     removed_disk_bytes: Count = 0
     has_disk: bool = False
+    left_paths: tuple[str, ...] = ()
 
 
 class Purge(Request, frozen=True, kw_only=True, tag=True):
