@@ -134,6 +134,29 @@ def test_what_left_nvme_is_found_on_disk_with_the_right_bytes_also_after_a_resta
         assert load_right(engine, prompts) > 0
 
 
+def test_what_is_pinned_and_was_on_disk_alone_outlives_a_kill(tmp_path: Path) -> None:
+    with disk_node(tmp_path / "one", disk_bytes="6MiB") as node:
+        node.start()
+        with StampedEngine(node.endpoint) as engine:
+            prompts = fill(engine)
+            wait_demoted(node, PROMPTS // 3)
+            names = {path.name for path in disk_files(node.folder / "disk")} - {
+                path.name for path in extent_files(node)
+            }
+            keys = next(
+                keys for keys in (engine.keys(prompt, BLOCKS) for prompt in prompts) if f"{keys[:32].hex()}.kv" in names
+            )
+            answer(node, "pin", "--prefix", keys[-32:].hex())
+            node.wait_status(
+                lambda status: any(path.stem == keys[:32].hex() for path in extent_files(node)), "it is on NVMe again"
+            )
+            fill(engine, 1_000, 2 * PROMPTS)
+            node.kill("supervisor")
+        node.start()
+        (row,) = answer(node, "pins")["pins"]
+        assert (row["phase"], row["cached_blocks"], row["nvme_blocks"]) == ("holds", BLOCKS, BLOCKS)
+
+
 def test_the_disk_tier_keeps_to_its_capacity(tmp_path: Path) -> None:
     with disk_node(tmp_path / "one", disk_bytes="3MiB") as node:
         node.start()
