@@ -266,7 +266,7 @@ def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, disk_dir: str, *
     )
     click.echo(f"  memory      {human_size(receipt.host_bytes)}")
     click.echo(f"  nvme        {human_size(receipt.nvme_bytes)}")
-    if receipt.disk_bytes or receipt.has_disk:
+    if receipt.disk_bytes or disk_dir:
         click.echo(f"  disk        {human_size(receipt.disk_bytes)}")
     if disk_dir:
         click.echo(f"  not reached memory and NVMe of other nodes that use {disk_dir}:")

@@ -114,7 +114,8 @@ def test_a_dry_run_says_what_would_go_and_is_exit_code_0(tierkv, node, purger):
 
 
 def test_a_dry_run_has_a_line_for_the_disk_tier_where_there_is_one(tierkv, node, purger):
-    purger[:] = [receipt("preview", has_disk=True)]
+    purger[:] = [receipt("preview")]
+    node.statuses = [status(disk_dir="/mnt/kv/tierkv")]
     assert "disk        0 B" in tierkv("purge", "--tenant", "acme", "--dry-run").out
 
 

@@ -424,7 +424,6 @@ REPLIES: tuple[Reply, ...] = (
         disk_bytes=1,
         removed_disk_files=2,
         removed_disk_bytes=3,
-        has_disk=True,
         left_paths=("/disk/notes.txt",),
     ),
     ExplainReply(

@@ -47,7 +47,6 @@ class Operating:
         self._purging = Purging(
             core,
             is_read_only=is_read_only,
-            has_disk=bool(disk_dir),
             is_disk_away=lambda: bool(disk_dir and core.disk.worker.why_away()),
         )
         self.handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {

@@ -28,11 +28,9 @@ class Purging:
         core: CoreCalls,
         *,
         is_read_only: bool = False,
-        has_disk: bool = False,
         is_disk_away: Callable[[], bool] = lambda: False,
     ) -> None:
         self._core = core
-        self._has_disk = has_disk
         self._is_disk_away = is_disk_away
         self._is_read_only = is_read_only
         self._state = core.state
@@ -97,13 +95,13 @@ class Purging:
             if answer.phase is PurgePhase.REMOVING and answer.reason is None and self._is_disk_away():
                 answer = replace(answer, reason=Reason.DISK_DEGRADED)  # it is swept when it is there again
             on_disk = self._on_disk.get(request.job, Swept())
-            return purge_reply(request.id, answer, on_disk, has_disk=self._has_disk)
+            return purge_reply(request.id, answer, on_disk)
         found = "no block" if not answer.found else f"{answer.found} blocks"
         problem = f"{found} known here with a key that begins with {request.prefix}; name one, by more of its digits"
         return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="prefix")
 
 
-def purge_reply(request_id: int, state: PurgeState, on_disk: Swept, *, has_disk: bool) -> PurgeReply:
+def purge_reply(request_id: int, state: PurgeState, on_disk: Swept) -> PurgeReply:
     about, swept = state.about, state.swept
     return PurgeReply(
         id=request_id,
@@ -138,7 +136,6 @@ def purge_reply(request_id: int, state: PurgeState, on_disk: Swept, *, has_disk:
         reason=state.reason or "",
         removed_disk_files=on_disk.files,
         removed_disk_bytes=on_disk.file_bytes,
-        has_disk=has_disk,
     )
 
 

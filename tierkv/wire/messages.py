@@ -646,11 +646,11 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     """A receipt, as far as it goes. `phase`: preview (nothing was done), removing, unreachable (no tier has any of it,
     across a power loss; some bytes are still held), gone. Ask again with the same `job` until `finished`.
 
-    What was found when it was asked for: `extents`, `blocks`, `tokens`, and the bytes in each tier (`has_disk`: there
-    is one below NVMe). What has been removed from disk: `removed_files` and their bytes (so many of them in the disk
-    tier), those in quarantine and temp files of dead writers apart, and `index_rows`. What still holds some of it:
-    `leases` and `tickets` of engines with `held_bytes`, `wiping_bytes` of host memory that are being zeroed, and
-    `earlier_bytes`: arenas of earlier fronts that engines still have mapped.
+    What was found when it was asked for: `extents`, `blocks`, `tokens`, and the bytes in each tier. What has been
+    removed from disk: `removed_files` and their bytes (so many of them in the disk tier), those in quarantine and temp
+    files of dead writers apart, and `index_rows`. What still holds some of it: `leases` and `tickets` of engines with
+    `held_bytes`, `wiping_bytes` of host memory that are being zeroed, and `earlier_bytes`: arenas of earlier fronts
+    that engines still have mapped.
     What was left: `left_files` that are not tierkv's or of a newer format (`left_paths`: the first of them), and
     `unknown_groups` on disk that don't say whose they are. `recorded`: the purge would be gone on with after a crash.
     Times are the node's, 0 for not yet. `reason`: why it does not get on; it is tried again every second.
@@ -686,7 +686,6 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     disk_bytes: Count = 0
     removed_disk_files: Count = 0
     removed_disk_bytes: Count = 0
-    has_disk: bool = False
     left_paths: tuple[str, ...] = ()
 
 
