@@ -16,7 +16,6 @@ from tierkv.core.instructions import (
     OnDisk,
     OpenNamespace,
     OpFailed,
-    PurgeSwept,
     Read,
     ReadDone,
     Remove,
@@ -24,8 +23,6 @@ from tierkv.core.instructions import (
     Rows,
     SetAside,
     StillUsed,
-    SweepPurge,
-    Swept,
     Touch,
     WriteDone,
 )
@@ -87,11 +84,6 @@ class DiskWorker(Worker):
         if file is not None and not file.keys.startswith(op.keys):
             return ReadDone(op.op, 0, 0.01, Reason.KEY_MISMATCH, gone=True)  # somebody's, and right
         return super()._read(op, failure, valid)
-
-    def _sweep(self, op: SweepPurge, failure: Reason | None, valid: int) -> Report:
-        if op.purge not in self.disk.purges:
-            return PurgeSwept(op.purge, Swept())
-        return super()._sweep(op, failure, valid)
 
     def _remove(self, op: Remove | SetAside, failure: Reason | None) -> Report:
         file = self.disk.files.get(file_of(op))

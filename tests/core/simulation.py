@@ -290,8 +290,9 @@ class Worker:
 
     def take(self, instruction: object) -> None:
         if isinstance(instruction, RecordPurge):
-            self.disk.purges[instruction.purge] = (instruction.scope, instruction.about)
-            if self.disk_tier is not None:
+            if instruction.nvme:
+                self.disk.purges[instruction.purge] = (instruction.scope, instruction.about)
+            if self.disk_tier is not None and instruction.disk:
                 self.disk_tier.purges[instruction.purge] = (instruction.scope, instruction.about)
             self.unheard.append((None, PurgeRecorded(instruction.purge)))
         elif isinstance(instruction, RecordPin):
@@ -408,6 +409,8 @@ class Worker:
         )
 
     def _sweep(self, op: SweepPurge, failure: Reason | None, valid: int) -> Report:
+        if op.purge not in self.disk.purges:
+            return PurgeSwept(op.purge, Swept(), Reason.NOT_FOUND)
         scope, _ = self.disk.purges[op.purge]
         names = self.disk.in_scope(scope)
         for waiting in self.waiting:

@@ -597,7 +597,8 @@ class CacheMachine(RuleBasedStateMachine):
             elif state == PENDING:
                 assert key in pending
             elif state == PRESENT:
-                assert key in committed
+                # What other nodes have put behind a prefix that was purged is known to belong to it only with that.
+                assert key in committed or key in self.tier.keys_of(ticket.prompt.group, rank)
             else:
                 assert state == NO_ROOM
                 assert answer.reason is not None
@@ -1583,6 +1584,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert progress.phase is PurgePhase.GONE or self.old, f"nobody holds anything of it: {progress}"
         assert not self.tainted or self.old
         assert not self.disk.purges
+        assert not self.tier.purges
         resident = 0
         for extent in ledger.tree:
             assert not extent.holds

@@ -433,6 +433,7 @@ def test_what_was_left_on_nvme_is_told_beside_what_was_left_in_the_disk_tier() -
     bench.store_several(4)
     _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
     bench.absorb(effects)
+    bench.hear()  # that it is written down
     nvme = PurgeSwept(b"purge", Swept(files=2, left_files=2, unknown_groups=1, left_paths=("/nvme/a", "/nvme/b")))
     disk = PurgeSwept(b"purge", Swept(files=1, left_files=1, left_paths=("/disk/c",)))
     bench.absorb(bench.state.disk_report(disk, bench.now))
@@ -496,6 +497,69 @@ def test_what_is_pinned_keeps_its_file_on_disk_as_long_as_it_has_none_on_nvme(ti
     bench.worker.die(0)
     kill(bench)
     assert bench.match(first)[0] == 2
+
+
+def test_what_a_purge_has_swept_from_one_tier_is_not_written_down_for_it_again() -> None:
+    """Or the next start would sweep it once more, and with it what was stored in between."""
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(4)
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    bench.work_on_nvme()
+    assert not bench.disk.purges, "swept, and crossed out; the disk tier is still to be swept"
+    bench.absorb(bench.state.worker_died(bench.now))
+    bench.absorb(bench.state.worker_started(bench.now))
+    bench.work()
+    assert not bench.disk.purges
+    assert not bench.tier.purges
+    progress = bench.state.purge_progress(b"purge")
+    assert progress is not None
+    assert progress.phase is PurgePhase.GONE
+
+
+def test_the_disk_tier_is_swept_once_what_is_to_go_is_written_down() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(4)
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    assert not bench.disk_worker.waiting
+    bench.work()
+    assert not bench.tier.purges
+    assert not bench.tier.files
+
+
+def test_a_sweep_of_which_nobody_heard_is_over_when_it_is_asked_for_again() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    bench.store_several(4)
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    bench.work_on_nvme()
+    bench.disk_worker.run_all()
+    bench.disk_worker.die(0)
+    bench.absorb(bench.state.disk_worker_died(bench.now))
+    bench.start_disk_worker()
+    bench.recover_disk()
+    bench.work()
+    bench.tick(1.0)
+    bench.work()
+    progress = bench.state.purge_progress(b"purge")
+    assert progress is not None
+    assert progress.phase is PurgePhase.GONE
+    assert not bench.tier.purges
+
+
+def test_a_purge_that_waits_for_the_disk_tier_keeps_nothing_from_nvme() -> None:
+    bench = DiskBench(host_slots=4, nvme_extents=2)
+    (first, *_) = bench.store_several(4)
+    _, effects = bench.state.start_purge(b"purge", OfModel(fingerprint="f" * 64), bench.now)
+    bench.absorb(effects)
+    bench.work_on_nvme()
+    assert not bench.disk.files
+    bench.store(first)
+    bench.tick(100.0)
+    bench.work_on_nvme()
+    assert bench.disk.files, "the disk tier may be away for days"
+    assert bench.tier.files, "and is not swept yet"
 
 
 def test_what_another_node_has_under_the_name_of_what_is_purged_does_not_come_in_its_place() -> None:

@@ -66,11 +66,11 @@ class Cascade:
         self.demotions.lose_source = self.losses.source_is_damaged
         self.demotions.on_files = self.found.demoted
 
-    def hold_back(self, is_covered: Callable[[Group], bool]) -> None:
-        """Nothing of groups of which this is true is written or taken from the disk for now."""
-        self.writes.held_back = lambda extent: is_covered(self._ledger.group_of(extent))
-        self.demotions.held_back = self.writes.held_back
-        self.found.is_covered = is_covered
+    def hold_back(self, on_nvme: Callable[[Group], bool], on_disk: Callable[[Group], bool]) -> None:
+        """Nothing of these groups is written to the tier, or taken from what is found there, for now."""
+        self.writes.held_back = lambda extent: on_nvme(self._ledger.group_of(extent))
+        self.demotions.held_back = lambda extent: on_disk(self._ledger.group_of(extent))
+        self.found.is_covered = on_disk
 
     # ---- room
 

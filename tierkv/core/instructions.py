@@ -198,16 +198,22 @@ class PurgeAbout(msgspec.Struct, frozen=True):
 
 class RecordPurge(Instruction, frozen=True, tag=True):
     """Write down, durably, that this is to go, before anything goes; carried out before any later instruction.
-    Reported as PurgeRecorded."""
+    Reported as PurgeRecorded.
+
+    Each tier is swept by a record of its own: `nvme`, and `disk` (None: for a node without a disk tier that may have
+    had one). For a tier that is swept already it is not written again, or the next start would sweep what was stored
+    there meanwhile."""
 
     purge: bytes
     scope: PurgeScope
     about: PurgeAbout
+    nvme: bool = True
+    disk: bool | None = None
 
 
 class SweepPurge(Instruction, frozen=True, tag=True):
     """Remove what is recorded from models/, quarantine/, tmp/ and the index, flush, and remove the record. Nothing of
-    it is being written or read. Reported as PurgeSwept."""
+    it is being written or read. Reported as PurgeSwept; `not_found` where nothing is recorded."""
 
     purge: bytes
 

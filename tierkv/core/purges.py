@@ -102,6 +102,7 @@ class _Job:
     tickets: dict[bytes, None] = field(default_factory=dict)
     reads: set[int] = field(default_factory=set)
     recorded: bool = False
+    is_recording: bool = False  # asked for, and not answered
     on_nvme: _Sweep = field(default_factory=_Sweep)
     on_disk: _Sweep = field(default_factory=_Sweep)
     reason: Reason | None = None
@@ -121,7 +122,7 @@ class Purges:
         self._hidden: dict[TierFiles, int] = {}  # bytes of these files
         self.on_remove: Callable[[Members, PurgeScope, float], None] = lambda members, scope, now: None
         """Told of what is about to leave the tree."""
-        cascade.hold_back(self.covers)
+        cascade.hold_back(self.covers, self.covers_on_disk)
 
     # ---- from the asking on
 
@@ -137,10 +138,16 @@ class Purges:
         self._ledger.counts.purges += 1
         self._ledger.counts.purged_blocks += job.about.blocks
         if self._ledger.has_nvme and self._cascade.nvme.is_worker_up:
-            self._ledger.effects.append(RecordPurge(purge, job.scope, job.about))
+            self._record(job, nvme=True, disk=True)
         self._remove(job, members, now)
         self.settle(now)
         return self._state(job)
+
+    def _record(self, job: _Job, *, nvme: bool, disk: bool) -> None:
+        """Have it written down for these tiers."""
+        job.is_recording, job.recorded = True, False
+        for_disk = disk if self._ledger.has_disk else None
+        self._ledger.effects.append(RecordPurge(job.purge, job.scope, job.about, nvme=nvme, disk=for_disk))
 
     def preview(self, what: What, now: float) -> PurgeState | NotOne:
         members = self._find(what)
@@ -160,8 +167,12 @@ class Purges:
         return max((job.about.asked for job in self._jobs.values() if is_in(job.scope, group)), default=0.0)
 
     def covers(self, group: Group) -> bool:
-        """Something of the group is being removed from disk: nothing of it is written for now."""
-        return any(is_in(job.scope, group) for job in self._unswept.values())
+        """Something of the group is being removed from NVMe: nothing of it is written for now."""
+        return any(is_in(job.scope, group) for job in self._unswept.values() if not job.on_nvme.is_over)
+
+    def covers_on_disk(self, group: Group) -> bool:
+        """The same of the disk tier, which may be away for long."""
+        return any(is_in(job.scope, group) for job in self._unswept.values() if not job.on_disk.is_over)
 
     def _find(self, what: What) -> Members | NotOne:
         ledger = self._ledger
@@ -285,7 +296,10 @@ class Purges:
         for job in self._unswept.values():
             for files, sweep in self._sweeps(job):
                 is_due = sweep.retry_at is None or sweep.retry_at <= now
-                if is_due and not (sweep.is_running or sweep.is_over or job.busy) and files.can_read:
+                # The disk tier's worker goes by the record, which must not be written again behind its sweep.
+                is_known = sweep is job.on_nvme or job.recorded or (job.on_nvme.is_over and not job.is_recording)
+                may_run = is_known and not (sweep.is_running or sweep.is_over or job.busy)
+                if is_due and may_run and files.can_read:
                     sweep.is_running, sweep.retry_at = True, None
                     self._ledger.effects.append(files.books.addressed(SweepPurge(job.purge)))
 
@@ -295,7 +309,7 @@ class Purges:
     def recorded(self, report: PurgeRecorded) -> None:
         job = self._unswept.get(report.purge)
         if job is not None:
-            job.recorded = report.reason is None
+            job.is_recording, job.recorded = False, report.reason is None
             job.reason = report.reason
 
     def swept(self, report: PurgeSwept, now: float) -> None:
@@ -313,13 +327,18 @@ class Purges:
             return  # of a worker that died before its report was read: it is swept again
         sweep.swept = add_swept(sweep.swept, report.swept)
         sweep.is_running, job.reason = False, report.reason
-        if report.reason is not None:
-            sweep.retry_at = now + self._ledger.limits.retry_seconds
-        else:
+        if report.reason is None:
             self._finish_sweep(job, files, sweep, now)
+            return
+        sweep.retry_at = now + self._ledger.limits.retry_seconds
+        is_unknown = report.reason is Reason.NOT_FOUND  # swept, and nobody heard; or it could not be written down
+        if is_unknown and self._cascade.nvme.is_worker_up:
+            self._record(job, nvme=sweep is job.on_nvme, disk=sweep is job.on_disk)
 
     def _finish_sweep(self, job: _Job, files: TierFiles, sweep: _Sweep, now: float) -> None:
         sweep.is_over = True
+        if sweep is job.on_nvme and not job.is_recording:
+            job.recorded = True  # for the disk tier, at the latest now, when there is room for it
         self._cascade.swept(files, job.files, job.scope, now)
         hiding = self._hiding.get(files, set())
         if job.purge in hiding:
@@ -327,6 +346,7 @@ class Purges:
             if not hiding:
                 files.unstrand(self._hidden.pop(files, 0))
         if not (job.on_nvme.is_over and job.on_disk.is_over):
+            self._cascade.pump(now)
             return
         del self._unswept[job.purge]
         job.unreachable = now
@@ -403,9 +423,12 @@ class Purges:
         job.busy = {extent: None for extent in job.busy if not self._cascade.is_at_rest(extent)}
 
     def worker_started(self) -> None:
-        """Told before anything else: what goes is written down first."""
+        """Told before anything else: what goes is written down first. Not again for a tier that is swept, or may be
+        just now: the next start would sweep it once more, with all that is in it by then."""
         for job in self._unswept.values():
-            self._ledger.effects.append(RecordPurge(job.purge, job.scope, job.about))
+            nvme, disk = not job.on_nvme.is_over, not (job.recorded or job.on_disk.is_over)
+            if nvme or disk:
+                self._record(job, nvme=nvme, disk=disk)
 
     # ---- receipts
 

@@ -52,16 +52,16 @@ class PurgeRecords:
         remove_record(self.directory, purge, self.folder)
 
 
-def write_record(directory: DataDirectory, record: PurgeRecord) -> None:
-    """For each tier that is to be swept. Durable when it returns. Raises StorageError."""
-    write_disk_record(directory, record)
-    _write(directory, PURGES, record)
-
-
-def write_disk_record(directory: DataDirectory, record: PurgeRecord) -> None:
-    """For the disk directory alone, if this node has, or had, one."""
-    if _has_folder(directory, DISK_PURGES):
+def write_record(directory: DataDirectory, record: PurgeRecord, *, nvme: bool = True, disk: bool | None = None) -> None:
+    """For each tier that is to be swept; `disk` None: if this node has had a disk tier. Durable when it returns. Raises
+    StorageError."""
+    if disk:
+        with directory.folder((DISK_PURGES,), create=True):
+            pass
+    if disk or (disk is None and _has_folder(directory, DISK_PURGES)):
         _write(directory, DISK_PURGES, record)
+    if nvme:
+        _write(directory, PURGES, record)
 
 
 def _write(directory: DataDirectory, folder: str, record: PurgeRecord) -> None:

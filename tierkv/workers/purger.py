@@ -17,7 +17,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.purge_record import PurgeRecord, PurgeRecords, write_disk_record, write_record
+from tierkv.storage.purge_record import PurgeRecord, PurgeRecords, write_record
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure
 from tierkv.workers.bookkeeper import Bookkeeper
@@ -58,7 +58,7 @@ class Purger:
         self._report = report
         self._on_disk = PurgeRecords(directory)
         self._records: dict[bytes, PurgeRecord] = {}
-        self._unrecorded: set[bytes] = set()
+        self._unrecorded: dict[bytes, bool | None] = {}  # -> `disk` of its RecordPurge
         self._sweeper = Sweeper(
             directory=directory,
             catalog=catalog,
@@ -77,12 +77,14 @@ class Purger:
     def record(self, order: RecordPurge) -> None:
         """Reports at once. A full disk does not keep a purge from going on: what it removes makes room."""
         record = PurgeRecord(order.purge, order.scope, order.about)
-        self._records[order.purge] = record
-        self._groups.forget(order.scope)
+        if order.nvme:
+            self._records[order.purge] = record
+            self._groups.forget(order.scope)
         try:
-            write_record(self._directory, record)
+            write_record(self._directory, record, nvme=order.nvme, disk=order.disk)
         except StorageError as error:
-            self._unrecorded.add(order.purge)
+            if order.nvme:
+                self._unrecorded[order.purge] = order.disk
             self._gate.count(Failure.of(error))
             log.warning("purge %s is not written down: %s", order.purge.hex(), error)
             self._report([PurgeRecorded(order.purge, Reason(error.reason), str(error))])
@@ -114,12 +116,12 @@ class Purger:
             return next((one for one in self._on_disk.read() if one.purge == purge), None)
         if purge in self._unrecorded:
             try:
-                write_record(self._directory, record)
+                write_record(self._directory, record, disk=self._unrecorded[purge])
             except StorageError as error:
                 if error.reason != Reason.DISK_FULL:  # for want of room it goes without: that makes room
                     raise
             else:
-                self._unrecorded.discard(purge)
+                del self._unrecorded[purge]
         return record
 
     @contextmanager
@@ -131,7 +133,7 @@ class Purger:
 
     def _cross_out(self, record: PurgeRecord) -> None:
         if record.purge in self._unrecorded:  # there is room by now: the disk directory is swept by its record
-            write_disk_record(self._directory, record)
+            write_record(self._directory, record, nvme=False, disk=self._unrecorded[record.purge])
         self._on_disk.remove(record.purge)
         self._records.pop(record.purge, None)
-        self._unrecorded.discard(record.purge)
+        self._unrecorded.pop(record.purge, None)
