@@ -277,8 +277,7 @@ def test_something_foreign_in_place_of_a_folder_costs_what_would_lie_in_it(
         assert not taken.is_dir()
 
 
-@pytest.mark.parametrize("operation", ["link", "open"])
-def test_a_name_that_is_no_longer_ours_to_use_costs_that_name_alone(disk: Path, operation: str) -> None:
+def test_a_name_that_is_no_longer_ours_to_use_costs_that_name_alone(disk: Path) -> None:
     first, mine = Sample(num_blocks=2), Sample(seed=60)
     with DiskDesk(disk) as desk:
         desk.recovered()
@@ -288,11 +287,37 @@ def test_a_name_that_is_no_longer_ours_to_use_costs_that_name_alone(disk: Path, 
         def is_of_it(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             if mine.name.file not in args:
                 return False
-            folder_fd = kwargs.get("dst_dir_fd", kwargs.get("dir_fd"))
-            return os.readlink(f"/proc/self/fd/{folder_fd}").startswith(str(disk))
+            return os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}").startswith(str(disk))
 
-        with inject(errno.EACCES, operation, times=ALWAYS, when=is_of_it):
+        with inject(errno.EACCES, "open", times=ALWAYS, when=is_of_it):
             require_taken(desk, mine)
+
+
+def test_a_tier_where_nothing_may_be_named_is_not_well(disk: Path) -> None:
+    sample = Sample()
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        desk.open(sample)
+        order = desk.put_order(sample, 1)
+        with inject(errno.EACCES, "link", times=ALWAYS), inject(errno.EACCES, "rename", times=ALWAYS):
+            desk.send(order)
+            refused = desk.answer(1)
+        assert isinstance(refused, OpFailed)
+        assert refused.reason == Reason.NO_ACCESS
+        desk.wait(lambda report: isinstance(report, TierHealth) and not report.writable)
+
+
+def test_a_folder_of_all_names_that_is_none_is_not_the_fault_of_one(disk: Path) -> None:
+    sample = Sample()
+    with DiskDesk(disk) as desk:
+        desk.recovered()
+        (disk / "models").rmdir()
+        (disk / "models").touch()
+        desk.open(sample)
+        desk.send(desk.put_order(sample, 1))
+        refused = desk.answer(1)
+        assert isinstance(refused, OpFailed)
+        assert refused.reason == Reason.IO_ERROR
 
 
 def require_taken(desk: DiskDesk, sample: Sample) -> None:

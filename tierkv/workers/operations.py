@@ -42,7 +42,7 @@ from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import ReadOutcome, Verified, WrittenFile
 from tierkv.storage.format import ALIGN_BYTES, file_bytes
 from tierkv.storage.index_row import IndexedFile, Namespace
-from tierkv.storage.names import QUARANTINE, ExtentName, Parts
+from tierkv.storage.names import MODELS, QUARANTINE, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure
 from tierkv.storage.unused_file import Used
@@ -59,9 +59,11 @@ log = logging.getLogger(__name__)
 
 _GONE = (Reason.NOT_FOUND, Reason.UNKNOWN_FORMAT)  # nothing under that name that could be read later
 
-_OF_A_NAME = ("ENOTDIR", "ELOOP", "EISDIR", "EACCES", "EPERM")
-_AT_A_NAME = ("open", "mkdir", "fchmod", "link", "rename")
-"""How it fails to get to a name, or to take it, where something foreign is in its place or above it."""
+_IN_THE_WAY = ("ENOTDIR", "ELOOP", "EISDIR")
+"""How it fails to get to a name where something foreign is in its place, or in that of a folder above it."""
+
+_LOCKED = ("EACCES", "EPERM")
+"""How it fails to look at what has a name where that is somebody else's. That nothing may be named is the tier's."""
 
 
 class FileBooks(Protocol):
@@ -237,12 +239,19 @@ class Operations:
     def _note_unwritten(self, failure: Failure, expected: int) -> Reason:
         """Why nothing was written: for something about the tier, which the gate is told, or about that one name, where
         another file can be written at the same moment."""
-        at_a_name = failure.operation in _AT_A_NAME and failure.errno_name in _OF_A_NAME
-        if at_a_name and probe(self._directory) is None:
+        is_locked = failure.operation == "open" and failure.errno_name in _LOCKED
+        if (is_locked or failure.errno_name in _IN_THE_WAY) and self._is_well():
             self._gate.count(failure)
             return Reason.NAME_TAKEN
         self._gate.write_failed(failure, expected)
         return failure.reason
+
+    def _is_well(self) -> bool:
+        try:
+            with self._directory.folder((MODELS,)):
+                return probe(self._directory) is None
+        except StorageError:
+            return False
 
     def _put_row(self, order: Write | Demote, name: ExtentName, written: WrittenFile) -> None:
         try:
