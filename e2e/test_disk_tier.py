@@ -7,7 +7,9 @@ import errno
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -380,15 +382,29 @@ def test_an_operator_sees_what_is_on_disk_and_can_verify_and_count_it(node: Node
     with StampedEngine(node.endpoint) as engine:
         fill(engine)
         wait_demoted(node, PROMPTS // 3)
-    files = disk_files(node.folder / "disk")
-    usage = answer(node, "du")
-    assert usage["total"]["disk_bytes"] == sum(path.stat().st_size for path in files)
-    verified = answer(node, "verify")
-    assert verified["checked_files"] == len(files) + len(extent_files(node))
+
+    def look() -> tuple[dict[Path, int], Any, Any, Any] | None:
+        """None while demotions still go on."""
+        before = sizes(node)
+        seen = before, answer(node, "du"), answer(node, "verify"), answer(node, "audit")
+        return seen if sizes(node) == before else None
+
+    files, usage, verified, counted = wait_until(look, "nothing moves while it is looked at", 60.0)
+    on_disk = sum(size for path, size in files.items() if path.is_relative_to(node.folder / "disk"))
+    assert usage["total"]["disk_bytes"] == on_disk
+    assert verified["checked_files"] == len(files)
     assert verified["problem"] == ""
-    counted = answer(node, "audit")
-    assert counted["disk_bytes"] == counted["disk_known_bytes"] == usage["total"]["disk_bytes"]
+    assert counted["disk_bytes"] == counted["disk_known_bytes"] == on_disk
     assert counted["open"] == 0
+
+
+def sizes(node: Node) -> dict[Path, int]:
+    """Of the files of both tiers."""
+    found: dict[Path, int] = {}
+    for path in [*disk_files(node.folder / "disk"), *extent_files(node)]:
+        with suppress(FileNotFoundError):
+            found[path] = path.stat().st_size
+    return found
 
 
 def test_a_node_that_reads_only_finds_what_is_there_and_changes_nothing(tmp_path: Path) -> None:
