@@ -23,6 +23,7 @@ class StandInLease:
     cached_blocks: int
     nvme_blocks: int
     reason: Reason | None = None
+    disk_blocks: int = 0
 
     def copy_into(self, destination: Any) -> int:
         self.group.meet("copy_into")

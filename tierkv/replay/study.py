@@ -110,10 +110,10 @@ def _side_by_side(trace: Trace, runs: Sequence[Setup], jobs: int) -> Generator[O
             for done in as_completed(waiting):
                 yield done.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for future in waiting:
+                future.cancel()
             for process in set(active_children()) - others:
-                process.terminate()  # what is still running nobody waits for any more
-                process.join()
+                process.terminate()  # what is still running nobody waits for any more; the pool sees to their ends
 
 
 _taken: list[Trace] = []
