@@ -117,6 +117,17 @@ def test_what_is_stored_again_is_claimed_and_the_blocks_behind_it_stay_ghosts() 
     assert len(ghosts) == 0
 
 
+def test_what_is_left_of_a_claimed_ghost_takes_the_place_of_one_that_begins_there_and_that_is_told() -> None:
+    """Blocks that another node had in files of its own may be remembered twice."""
+    ghosts, replaced = Ghosts(100), []
+    ghosts.on_replaced = replaced.append
+    ghosts.note(ghost_of(0, 4))
+    ghosts.note(ghost_of(2, 3, hits=1))
+    ghosts.claim(GROUP, KEYS[:2])
+    assert replaced == [ghost_of(2, 3, hits=1)]
+    assert list(ghosts) == [ghost_of(2, 4)]
+
+
 def test_a_ghost_is_found_in_its_group_only() -> None:
     ghosts = Ghosts(10)
     ghosts.note(ghost_of(2, 6))

@@ -96,6 +96,8 @@ class Ghosts:
         self._limit = limit
         self._by_key: OrderedDict[bytes, Ghost] = OrderedDict()
         self.on_change: Callable[[Ghost, int], None] = lambda _ghost, _sign: None  # +1: it is one, -1: no more
+        self.on_replaced: Callable[[Ghost], None] = lambda _ghost: None
+        """Told of one whose place another takes that covered its blocks as well; `note` returns those instead."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -163,6 +165,7 @@ class Ghosts:
         replaced = self._by_key.get(ghost.key)
         if replaced is not None:
             self.on_change(replaced, -1)
+            self.on_replaced(replaced)
         self._by_key[ghost.key] = ghost
         self.on_change(ghost, 1)
 

@@ -208,6 +208,7 @@ class Ledger:
         self.counts = Counters()
         self.sizing = LiveSizing(self.counts, self.groups.get, self.prefill_rate, limits.extent_bytes)
         self.ghosts.on_change = self.sizing.ghost_changed
+        self.ghosts.on_replaced = lambda ghost: self.reuse.purge([ghost])
         self.effects: deque[Effect] = deque()
         self.is_closing = False
 
