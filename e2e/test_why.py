@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import termios
@@ -172,7 +173,8 @@ def test_what_was_evicted_is_told_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_what_waits_for_a_disk_that_is_closed_says_so(tmp_path: Path) -> None:
-    with Node(tmp_path, nvme_reserve_bytes="1000TiB") as closed:  # which no disk has free
+    almost_all = shutil.disk_usage(tmp_path).total - 2**20  # which no disk has free
+    with Node(tmp_path, nvme_reserve_bytes=str(almost_all)) as closed:
         closed.start()
         with connect(closed.endpoint, timeout_seconds=5.0) as client:
             engine = Engine(client, identity())

@@ -3,12 +3,14 @@ more."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.faults.system_calls import inject
 from tests.storage.samples import FINGERPRINT, Sample, identity
 from tierkv.core.instructions import Difference, PurgeScope, ScopeExtents, ScopeGroup
 from tierkv.core.journal import NOBODY, Account
@@ -20,6 +22,7 @@ from tierkv.storage.extent_file import remove_extent, write_extent
 from tierkv.storage.journal import MACHINE_WENT_DOWN
 from tierkv.storage.names import ExtentName
 from tierkv.storage.recount import recount
+from tierkv.storage.system_calls import Failure
 
 
 def books(directory: DataDirectory) -> Books:
@@ -64,6 +67,21 @@ def other_tenants(seed: int = 5, salt: str = "other") -> Sample:
     sample.keys = chain_keys(sample.group, sample.tokens, 4)
     sample.name = ExtentName(FINGERPRINT, sample.group, 0, sample.keys[:KEY_BYTES])
     return sample
+
+
+def test_a_look_of_the_books_that_fails_is_counted_and_harms_nothing(directory: DataDirectory) -> None:
+    failures: list[Failure] = []
+    opened = Books(directory, max_bytes=2**20, max_age_seconds=1e9, now=lambda: 100.0, failed=failures.append)
+    sample = Sample()
+    with inject(errno.EACCES, "open", times=1), opened.writing(sample.name):
+        pass
+    with opened.writing(sample.name):
+        write(directory, sample)
+    with inject(errno.EIO, "open", times=1):
+        opened.flush()
+    assert [(failure.operation, failure.errno_name) for failure in failures] == [("open", "EACCES"), ("open", "EIO")]
+    assert counted(directory, opened) == []
+    opened.close()
 
 
 def test_files_that_come_and_go_are_booked_to_the_byte(directory: DataDirectory, used: Books) -> None:

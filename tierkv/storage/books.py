@@ -112,7 +112,12 @@ class Books:
 
     def _look(self, journal: Journal) -> None:
         told, problem = journal.losses, journal.problem
-        if lost := journal.look(self._now()):
+        try:
+            lost = journal.look(self._now())
+        except StorageError as error:
+            self._failed(Failure.of(error))
+            return
+        if lost:
             self.count_dropped(Reason.NOT_FOUND, lost)
         for words in journal.losses:
             if words not in told:
@@ -189,8 +194,9 @@ class Books:
         now, file = self._now(), FileOf(name.fingerprint, name.group, name.rank, name.key)
         try:
             num_bytes = self._size_of(file)
-        except StorageError:
-            num_bytes = None  # whoever writes or removes it will say so
+        except StorageError as error:
+            self._failed(Failure.of(error))
+            num_bytes = None
         if target != Account.NVME:
             if num_bytes is None:
                 return None  # it is gone already: what is booked of it is for a recount

@@ -308,7 +308,7 @@ class Journal:
     def look(self, at: float) -> int:
         """Whether the segments are where they were put; how many rows of this process went with one that is not. Then
         another one is begun, with the balances as they are known here. Where that fails `problem` says why, and the
-        next look tries again."""
+        next look tries again. Raises StorageError where it can't be said."""
         with self._lock:
             if self._read_only or (self._fd < 0 and not self.problem):
                 return 0
@@ -338,7 +338,7 @@ class Journal:
                 names = _inodes(folder_fd)
         except StorageError as error:
             if error.errno_name not in NOT_THERE:
-                return [], False  # it can't be said
+                raise
             names = {}
         self._next_number = max([self._next_number, *(int(name[:16]) + 1 for name in names)])
         lost = [segment for segment in self._segments if segment.file not in names]
