@@ -90,8 +90,8 @@ class Read(Instruction, frozen=True, tag=True):
 class Demote(Instruction, frozen=True, tag=True):
     """Copy one file of one rank from NVMe to the disk tier, as it is: verified while it is copied, flushed, renamed.
     Header and blocks must be what a Read of these fields would accept. A file that is there already and begins with
-    the same keys is left and counts as written. Reported as WriteDone only once it is flushed, with the size of the
-    file that is there."""
+    the same keys is left and counts as written, if all of it is right when it is read. Reported as WriteDone only once
+    it is flushed, with the size of the file that is there."""
 
     op: int
     fingerprint: str

@@ -119,7 +119,7 @@ class WriteQueue:
     def pump(self, now: float) -> None:
         """Issue what may be issued."""
         files = self._files
-        if not (files.is_ready):
+        if not files.is_ready:
             return
         self._admit_waiting(now)
         blocked: list[Extent] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from tierkv.config import Settings
 from tierkv.node.children import Child
@@ -55,29 +56,15 @@ def worker_config(
     discard_index: bool,
 ) -> WorkerConfig:
     return WorkerConfig(
-        data_dir=str(settings.data_dir),
-        channel_fd=resources.channel_fd,
-        arena_fd=resources.arena_fd,
-        arena_bytes=resources.arena_bytes,
-        lifeline_fd=resources.lifeline_fd,
+        **_common(settings, resources, clock),
         lock_fd=lock_fd,
-        parent_pid=os.getpid(),
-        wall_zero=clock.wall_zero,
-        monotonic_zero=clock.monotonic_zero,
         io_threads=settings.io_threads,
-        direct_io=settings.direct_io == "auto",
-        quarantine_bytes=settings.quarantine_bytes,
-        quarantine_seconds=settings.quarantine_days * SECONDS_A_DAY,
         reserve_bytes=settings.nvme_reserve_bytes,
-        index_map_bytes=settings.index_map_bytes,
-        stuck_seconds=settings.stuck_seconds,
         reconcile_seconds=settings.reconcile_seconds,
         journal_bytes=settings.journal_bytes,
         journal_seconds=settings.journal_days * SECONDS_A_DAY,
-        read_only=settings.read_only,
         sends_rows=sends_rows,
         discard_index=discard_index,
-        log_level=settings.log_level,
     )
 
 
@@ -93,25 +80,32 @@ def disk_worker_config(
     settings: Settings, resources: WorkerResources, clock: NodeClock, *, sends_rows: bool, discard_index: bool
 ) -> DiskWorkerConfig:
     return DiskWorkerConfig(
-        data_dir=str(settings.data_dir),
+        **_common(settings, resources, clock),
         disk_dir=str(settings.disk_dir),
-        channel_fd=resources.channel_fd,
-        arena_fd=resources.arena_fd,
-        arena_bytes=resources.arena_bytes,
-        lifeline_fd=resources.lifeline_fd,
-        parent_pid=os.getpid(),
-        wall_zero=clock.wall_zero,
-        monotonic_zero=clock.monotonic_zero,
         io_threads=2 * settings.disk_inflight,  # demotions and reads, each so many
-        direct_io=settings.direct_io == "auto",
-        quarantine_bytes=settings.quarantine_bytes,
-        quarantine_seconds=settings.quarantine_days * SECONDS_A_DAY,
         reserve_bytes=settings.disk_reserve_bytes,
-        index_map_bytes=settings.index_map_bytes,
-        stuck_seconds=settings.stuck_seconds,
         rescan_seconds=settings.disk_rescan_seconds,
-        read_only=settings.read_only,
         sends_rows=sends_rows,
         discard_index=discard_index,
-        log_level=settings.log_level,
     )
+
+
+def _common(settings: Settings, resources: WorkerResources, clock: NodeClock) -> dict[str, Any]:
+    """What every worker of a tier of files is told alike."""
+    return {
+        "data_dir": str(settings.data_dir),
+        "channel_fd": resources.channel_fd,
+        "arena_fd": resources.arena_fd,
+        "arena_bytes": resources.arena_bytes,
+        "lifeline_fd": resources.lifeline_fd,
+        "parent_pid": os.getpid(),
+        "wall_zero": clock.wall_zero,
+        "monotonic_zero": clock.monotonic_zero,
+        "direct_io": settings.direct_io == "auto",
+        "quarantine_bytes": settings.quarantine_bytes,
+        "quarantine_seconds": settings.quarantine_days * SECONDS_A_DAY,
+        "index_map_bytes": settings.index_map_bytes,
+        "stuck_seconds": settings.stuck_seconds,
+        "read_only": settings.read_only,
+        "log_level": settings.log_level,
+    }

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from tierkv.core.instructions import (
     AnyInstruction,
@@ -52,6 +51,7 @@ from tierkv.workers.pulse import RECEIVER, Pulse
 from tierkv.workers.quiet_log import QuietLog
 from tierkv.workers.roll import Roll
 from tierkv.workers.scrubber import Scrubber
+from tierkv.workers.tier_config import TierWorkerConfig
 from tierkv.workers.tier_gate import TierGate
 from tierkv.workers.tier_health import HealthWatch
 
@@ -64,37 +64,12 @@ CLOSE_SECONDS = 5.0
 Channel = BlockingChannel[Report, AnyInstruction]
 
 
-class TierConfig(Protocol):
-    """What a tier is told at its start, whichever it is; see the configurations of the workers."""
-
-    @property
-    def wall_zero(self) -> float: ...
-    @property
-    def monotonic_zero(self) -> float: ...
-    @property
-    def io_threads(self) -> int: ...
-    @property
-    def quarantine_bytes(self) -> int: ...
-    @property
-    def quarantine_seconds(self) -> float: ...
-    @property
-    def reserve_bytes(self) -> int: ...
-    @property
-    def index_map_bytes(self) -> int: ...
-    @property
-    def stuck_seconds(self) -> float: ...
-    @property
-    def read_only(self) -> bool: ...
-    @property
-    def discard_index(self) -> bool: ...
-
-
 class FileTier:
     """`open` it, then have it `take` instructions; `finish` what was taken on, and `close`."""
 
     def __init__(
         self,
-        config: TierConfig,
+        config: TierWorkerConfig,
         channel: Channel,
         arena: memoryview,
         files: Files,

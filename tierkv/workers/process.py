@@ -11,31 +11,17 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from tierkv.workers.channel import worker_end
 from tierkv.workers.file_tier import Channel
 from tierkv.workers.lifeline import EXIT_THREAD_DIED, end_with_parent, end_with_pipe
+from tierkv.workers.tier_config import TierWorkerConfig
 
 log = logging.getLogger(__name__)
 
 
-class ProcessConfig(Protocol):
-    @property
-    def channel_fd(self) -> int: ...
-    @property
-    def arena_fd(self) -> int: ...
-    @property
-    def arena_bytes(self) -> int: ...
-    @property
-    def lifeline_fd(self) -> int: ...
-    @property
-    def parent_pid(self) -> int: ...
-    @property
-    def log_level(self) -> str: ...
-
-
-def begin_process(config: ProcessConfig, name: str) -> tuple[Channel, memoryview]:
+def begin_process(config: TierWorkerConfig, name: str) -> tuple[Channel, memoryview]:
     """Its channel, and the arena, which is mapped until the process ends. From here on it lives as long as its
     supervisor at the most."""
     end_with_parent(config.parent_pid)

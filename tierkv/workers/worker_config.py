@@ -1,64 +1,22 @@
 """What the supervisor tells a storage worker when it starts it.
 
-    python -m tierkv.workers.storage CONFIG     one argument: a WorkerConfig as JSON; the descriptors are inherited
-
-Exit codes: 0 stopped when told to, or the front is gone; 2 the data directory can't be used; 70 a thread died;
-71 the supervisor is gone. Killed by a signal while it opened the index: the next one is started with `discard_index`.
+python -m tierkv.workers.storage CONFIG     one argument: a WorkerConfig as JSON; the descriptors are inherited
 """
 
 from __future__ import annotations
 
-import msgspec
+from tierkv.workers.tier_config import TierWorkerConfig
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors are numbers of open files that the worker inherits and owns from then on.
-
-    `lock_fd` is the data directory's lock, held by being open, `lifeline_fd` the reading end of a pipe whose other end
-    only the supervisor holds. `arena_bytes` of the memory at `arena_fd` are mapped. Node time is `wall_zero` plus what
-    the monotonic clock has counted since `monotonic_zero`.
-
-    `stuck_seconds`: an operation on a file that takes longer has the tier step down until it comes back.
+class WorkerConfig(TierWorkerConfig, frozen=True, kw_only=True):
+    """`lock_fd` is the data directory's lock, held by being open.
 
     `reconcile_seconds`: how often files that others removed are looked for.
 
     `journal_bytes` and `journal_seconds` bound the journal.
-
-    `read_only`: nothing below `data_dir` is made, written, renamed or removed.
-
-    `sends_rows` false: the front knows the extents already, so that only temp files are cleared at the start.
-    `discard_index`: what is there is set aside without opening it. `files` names, as "module:attribute", a callable
-    that makes the worker's Files; empty is the real ones, and anything else is for tests.
     """
 
-    data_dir: str
-    channel_fd: int
-    arena_fd: int
-    arena_bytes: int
-    lifeline_fd: int
     lock_fd: int
-    parent_pid: int
-    wall_zero: float
-    monotonic_zero: float
-    io_threads: int = 4
-    direct_io: bool = True
-    quarantine_bytes: int = 2**30
-    quarantine_seconds: float = 7 * 86_400.0
-    reserve_bytes: int = 0
-    index_map_bytes: int = 64 * 2**20
-    stuck_seconds: float = 20.0
     reconcile_seconds: float = 300.0
     journal_bytes: int = 64 * 2**20
     journal_seconds: float = 30 * 86_400.0
-    read_only: bool = False
-    sends_rows: bool = True
-    discard_index: bool = False
-    log_level: str = "info"
-    files: str = ""
-
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def decode(cls, text: str) -> WorkerConfig:
-        return msgspec.json.decode(text, type=cls, strict=True)
