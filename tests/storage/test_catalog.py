@@ -111,6 +111,18 @@ def test_a_touch_restamps_only_the_row_of_the_file_that_was_touched(folder: int)
             assert value.changed_ns == expected
 
 
+def test_a_file_that_took_its_time_does_not_take_back_what_the_row_was_told_since(folder: int) -> None:
+    name = put(1).name
+    with opened(folder) as catalog:
+        later = TouchedRow(name, last_used=9.0, hits=4)
+        catalog.apply([put(1), later, TouchedRow(name, last_used=8.0, hits=3, restamp=Restamp(5, 6))])
+        found = catalog.read(name)
+        assert isinstance(found, dict)
+        value = found[name]
+        assert value is not None
+        assert (value.row.last_used, value.row.hits, value.changed_ns) == (9.0, 4, 6)
+
+
 def test_a_touch_of_an_unknown_row_makes_none(folder: int) -> None:
     with opened(folder) as catalog:
         assert catalog.apply([TouchedRow(put(1).name, last_used=9.0, hits=4)]) == Applied(1)

@@ -66,7 +66,7 @@ class Restamp:
 
 @dataclass(frozen=True, slots=True)
 class TouchedRow:
-    """New last use and hits of a row, where there is one."""
+    """New last use and hits of a row, where there is one. With a `restamp` they may be older than what the row has."""
 
     name: bytes
     last_used: float
@@ -338,10 +338,12 @@ class Catalog:
         if known is None:
             transaction.delete(touched.name)
             return
-        row = msgspec.structs.replace(known.row, last_used=touched.last_used, hits=touched.hits)
-        changed_ns = known.changed_ns
-        if touched.restamp is not None and touched.restamp.before_ns == changed_ns:
-            changed_ns = touched.restamp.after_ns
+        last_used, hits, changed_ns = touched.last_used, touched.hits, known.changed_ns
+        if touched.restamp is not None:  # a file took its time: the row may have been told of later uses meanwhile
+            last_used, hits = max(last_used, known.row.last_used), max(hits, known.row.hits)
+            if touched.restamp.before_ns == changed_ns:
+                changed_ns = touched.restamp.after_ns
+        row = msgspec.structs.replace(known.row, last_used=last_used, hits=hits)
         transaction.put(touched.name, encode_row(touched.name, IndexedFile(row, known.inode, changed_ns)))
 
     def drop_all(self, prefix: bytes) -> int | IndexFailed:
