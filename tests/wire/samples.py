@@ -110,8 +110,12 @@ from tierkv.wire.messages import (
 from tierkv.wire.session import (
     AnySessionMessage,
     Detach,
+    DeviceGrant,
+    DeviceRefused,
     IncarnationEnded,
     InlineGrant,
+    MapDevice,
+    PoolEnded,
     SessionGrant,
     SessionHello,
     SessionRefused,
@@ -214,6 +218,7 @@ REQUESTS: tuple[Request, ...] = (
         holders=(Holder(1, _TOKEN),),
         revocable=True,
         name="cmpl-1",
+        on_device=True,
     ),
     Release(id=5, session=_TOKEN, grant=_GRANT, rank=1),
     ReportBad(id=6, session=_TOKEN, group=_GROUP, keys=_KEYS, first_bad=1),
@@ -229,6 +234,7 @@ REQUESTS: tuple[Request, ...] = (
         tokens=bytes(64),
         extras={1: [b"image"]},
         holder=_TOKEN,
+        on_device=True,
     ),
     Commit(id=8, session=_TOKEN, grant=_GRANT),
     Abort(id=9, session=_TOKEN, grant=_GRANT),
@@ -296,6 +302,7 @@ REPLIES: tuple[Reply, ...] = (
         parts=(LeasePart(0, _TWO_NUMBERS, _TWO_NUMBERS),),
         reason="deadline",
         disk_blocks=1,
+        device_blocks=1,
     ),
     ReserveReply(
         id=8, states=b"\x00\x01\x02\x03\x00", offsets=_TWO_NUMBERS, generations=_TWO_NUMBERS, reason="no_room"
@@ -653,6 +660,10 @@ PACKETS: tuple[AnySessionMessage, ...] = (
     SessionRefused(code="protocol_version", problem="this node speaks protocol 1"),
     Detach(incarnation=5),
     IncarnationEnded(incarnation=5),
+    MapDevice(uuid="GPU-2f6e", cuda_version=12_080),
+    DeviceGrant(device=1, epoch=6, uuid="GPU-2f6e", base=2**32, num_bytes=2**35, kind="ipc", handle=b"of the driver"),
+    DeviceRefused(code="no_pool", problem="this node has no pool on GPU-2f6e"),
+    PoolEnded(device=1, epoch=6),
 )
 
 

@@ -57,7 +57,8 @@ class Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """`blocks` from token 0 may be read until release. Some of them, behind those that were in host memory, were
-    promoted for it: `nvme_blocks` from NVMe, `disk_blocks` from the disk tier."""
+    promoted for it: `nvme_blocks` from NVMe, `disk_blocks` from the disk tier. `device_blocks` of the first part's are
+    in a device's pool."""
 
     grant: bytes
     blocks: int
@@ -66,6 +67,7 @@ class Lease:
     parts: tuple[Part, ...]
     reason: Reason | None = None
     disk_blocks: int = 0
+    device_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,25 @@ class Zero(Instruction, frozen=True, tag=True):
     ranges: list[tuple[int, int]]
 
 
+class Upload(Instruction, frozen=True, tag=True):
+    """Copy `block_bytes` from each of the arena's slots `host` to the pool's slot at the same place in `slots` (offsets
+    in the pool). Reported as CopyDone once the bytes are there, seen from the host."""
+
+    op: int
+    block_bytes: int
+    host: list[int]
+    slots: list[int]
+
+
+class Download(Instruction, frozen=True, tag=True):
+    """As Upload, the other way: from the pool's `slots` into the arena's `host`."""
+
+    op: int
+    block_bytes: int
+    slots: list[int]
+    host: list[int]
+
+
 class PinRecord(msgspec.Struct, frozen=True):
     """A pin as it lies on disk and as the core has it. `keys` are the packed keys of the prefix from token 0, of a pin
     that a purge has ended its last one alone. `made`, `until` (0: no end) and `purged` (0: it was not) are node times;
@@ -447,6 +466,40 @@ class OpFailed(Report, frozen=True, tag=True):
     problem: str = ""
 
 
+class CopyDone(Report, frozen=True, tag=True):
+    """An Upload or a Download has completed; `seconds` from its begin on the device to its end. One that did not is
+    told as OpFailed: what it was to write may hold anything."""
+
+    op: int
+    seconds: float
+
+
+class PoolReady(Report, frozen=True, tag=True):
+    """First report of a device worker: so many bytes there are, which may be fewer than were asked for (`problem` says
+    why). `epoch` tells one pool of a device from the next."""
+
+    epoch: int
+    num_bytes: int
+    problem: str = ""
+
+
+class DeviceHealth(Report, frozen=True, tag=True):
+    """How a device and its copies are. `device_name` is the vendor's; `is_pinned`: the arena's pages are locked and
+    known to the driver, or `why_not_pinned`; NUMA nodes are -1 where the machine names none. Bytes a second of the
+    last large copies, 0.0 before there was one. `kind` is how engines get the pool: memfd, vmm or ipc."""
+
+    device_name: str
+    kind: str
+    is_pinned: bool
+    why_not_pinned: str = ""
+    device_numa: int = -1
+    arena_numa: int = -1
+    upload_bytes_per_second: float = 0.0
+    download_bytes_per_second: float = 0.0
+    queued_copies: int = 0
+    problem: str = ""
+
+
 class JournalHealth(msgspec.Struct, frozen=True):
     """The journal's size, and what it lacks: rows not written since the worker's start, by reason; damaged rows that
     were skipped and bytes that a crash had left at its end, at that start; `problem` where nothing is written at all.
@@ -656,6 +709,8 @@ AnyInstruction = (
     | RecordPurge
     | SweepPurge
     | Zero
+    | Upload
+    | Download
     | RecordPin
     | ForgetPin
     | JournalRows
@@ -677,6 +732,9 @@ AnyReport = (
     | RemoveDone
     | StillUsed
     | OpFailed
+    | CopyDone
+    | PoolReady
+    | DeviceHealth
     | TierHealth
     | Alive
     | FileLost
@@ -694,6 +752,14 @@ AnyReport = (
     | Reckoned
     | Stopped
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """An instruction for the worker of a device: Upload, Download, Zero (ranges of its pool) or Stop."""
+
+    device: int
+    instruction: AnyInstruction
 
 
 @dataclass(frozen=True, slots=True)

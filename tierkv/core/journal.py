@@ -23,11 +23,12 @@ import msgspec
 
 
 class Account(StrEnum):
-    """The closed list. The first three are tiers: what is there. The others say where bytes come from or went."""
+    """The closed list. The first four are tiers: what is there. The others say where bytes come from or went."""
 
     HOST = "host"
     NVME = "nvme"
     DISK = "disk"
+    GPU = "gpu"
     COMPUTED = "computed"
     COPIED = "copied"
     DROPPED = "dropped"

@@ -23,6 +23,9 @@ class Reason(StrEnum):
     NVME_DEGRADED = "nvme_degraded"
     DISK_DEGRADED = "disk_degraded"
     NOT_PERSISTENT = "not_persistent"
+    DEVICE_DOWN = "device_down"  # the worker that has the pool of a GPU is away, or its pool is another one now
+    DEVICE_FULL = "device_full"  # no room in the pool of a GPU for what ranks so low
+    NO_VERDICT = "no_verdict"  # a lossy codec that no eval has passed for these weights
     # bytes
     CHECKSUM = "checksum"
     SHORT_FILE = "short_file"

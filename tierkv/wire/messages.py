@@ -206,6 +206,7 @@ class LeasePart(msgspec.Struct, frozen=True, array_like=True):
 
 class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
     """A lease on `blocks` blocks from token 0, of which the last `nvme_blocks` and `disk_blocks` were promoted for it.
+    So many as `device_blocks` of rank 0's, or the first named rank's, are in a device's pool.
 
     `cached_blocks` is what Match would have said: more than `blocks` when the deadline or the room was short,
     which `reason` names. A lease of 0 blocks needs no release. A session with inline payload gets no `parts`: it reads
@@ -218,6 +219,7 @@ class AcquireReply(Reply, frozen=True, kw_only=True, tag=True):
     parts: Annotated[tuple[LeasePart, ...], Meta(max_length=1_024)]
     reason: str = ""
     disk_blocks: Count = 0
+    device_blocks: Count = 0
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -229,7 +231,8 @@ class Acquire(Request, frozen=True, kw_only=True, tag=True):
     """Lease the longest prefix of `keys` that can be resident before the deadline, at most `max_blocks` of it.
 
     `holders` names ranks and who copies them; empty: rank 0, held by the session that asks. `name` is what the engine
-    calls the request: the node remembers it for a while, for people, and decides nothing by it.
+    calls the request: the node remembers it for a while, for people, and decides nothing by it. `on_device`: blocks
+    that are in the pool of a device that their holder has mapped are granted there, the others in the arena.
     """
 
     reply: ClassVar[type[Reply]] = AcquireReply
@@ -241,6 +244,7 @@ class Acquire(Request, frozen=True, kw_only=True, tag=True):
     holders: Annotated[tuple[Holder, ...], Meta(max_length=1_024)] = ()
     revocable: bool = False
     name: Name = ""
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         _whole("keys", self.keys, 32)
@@ -308,7 +312,8 @@ class Reserve(Request, frozen=True, kw_only=True, tag=True):
 
     `keys` is the packed chain from token 0; `tokens` are the ids of blocks [first, end), which the node checks
     against the keys before anything becomes visible. `extras` maps block indices to their extra inputs.
-    `holder` is the session that writes the slots; empty: the one that asks.
+    `holder` is the session that writes the slots; empty: the one that asks. `on_device`: slots in the pool of the
+    device that the holder has mapped, as far as there is room for what ranks so high, else in the arena.
     """
 
     reply: ClassVar[type[Reply]] = ReserveReply
@@ -321,6 +326,7 @@ class Reserve(Request, frozen=True, kw_only=True, tag=True):
     tokens: Tokens
     extras: Extras = {}
     holder: Annotated[bytes, Meta(max_length=16)] = b""
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         _whole("tokens", self.tokens, 4)

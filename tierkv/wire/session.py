@@ -8,6 +8,12 @@ message. The first exchange:
             or  InlineGrant, without descriptors, from the gateway for tenants that must not be trusted
             or  SessionRefused
 
+Then, as often as it likes:
+
+    client      MapDevice
+    supervisor  DeviceGrant, with one descriptor of the pool unless its `kind` is ipc
+                or  DeviceRefused
+
 Afterwards the client sends `Detach` when every copy that touches the arena has completed and its mapping is gone.
 End of file only stops new requests; the end of a session is proven by its process's pidfd, or said by Detach.
 The supervisor may send `IncarnationEnded` when a new front has taken over: it only saves the client a failed request.
@@ -80,7 +86,55 @@ class IncarnationEnded(SessionMessage, frozen=True, kw_only=True, tag=True):
     incarnation: int
 
 
-AnySessionMessage = SessionHello | SessionGrant | InlineGrant | SessionRefused | Detach | IncarnationEnded
+class MapDevice(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """Asks for the node's pool on the GPU with this `uuid` ("cpu" for a pool in host memory). `cuda_version` is the
+    driver's on the engine's side, 0 for none."""
+
+    uuid: Annotated[str, Meta(max_length=64)]
+    cuda_version: Annotated[int, Meta(ge=0)] = 0
+
+
+class DeviceGrant(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """The pool of a device. A slot whose address is in [base, base + num_bytes) lies in it, at address - base; its
+    generation is where those of the arena's slots are, at index address / page_bytes. `epoch` tells this pool from a
+    later one of the same device. `kind`: memfd (map it), vmm (an allocation that the driver imports from the
+    descriptor) or ipc (`handle` opens it, there is no descriptor)."""
+
+    device: Annotated[int, Meta(ge=0)]
+    epoch: int
+    uuid: str
+    base: Annotated[int, Meta(ge=0)]
+    num_bytes: Annotated[int, Meta(ge=0)]
+    kind: str
+    handle: bytes = b""
+
+
+class DeviceRefused(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """`code` is no_pool (this node has none on that GPU), pool_down (it has, and not now) or cuda_version."""
+
+    code: str
+    problem: str
+
+
+class PoolEnded(SessionMessage, frozen=True, kw_only=True, tag=True):
+    """The pool of this epoch is gone with the process that had it: unmap it, and ask for the next one."""
+
+    device: Annotated[int, Meta(ge=0)]
+    epoch: int
+
+
+AnySessionMessage = (
+    SessionHello
+    | SessionGrant
+    | InlineGrant
+    | SessionRefused
+    | Detach
+    | IncarnationEnded
+    | MapDevice
+    | DeviceGrant
+    | DeviceRefused
+    | PoolEnded
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnySessionMessage)
