@@ -129,6 +129,11 @@ class AskOpenGroup(Scene):
         return self.engine.client.open(identity(f"salt {self.prompt}"))
 
 
+class AskAskCodec(Scene):
+    def act(self) -> Any:
+        return self.engine.client.ask_codec("ab" * 32)
+
+
 class AskMatch(Scene):
     def act(self) -> Any:
         return self.engine.group.match(keys=self.engine.keys(BASE, BLOCKS))

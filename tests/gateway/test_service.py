@@ -22,6 +22,7 @@ from tierkv.wire.messages import (
     Abort,
     Acquire,
     AnyRequest,
+    AskCodec,
     BlockState,
     Commit,
     CommitReply,
@@ -43,7 +44,7 @@ from tierkv.wire.messages import (
     Seal,
 )
 
-ALLOWED = {Hello, OpenGroup, Match, Acquire, Release, Reserve, Commit, Abort, Seal, ReportBad, Fetch, Put}
+ALLOWED = {Hello, OpenGroup, Match, Acquire, Release, Reserve, Commit, Abort, Seal, ReportBad, Fetch, Put, AskCodec}
 PAYLOAD = bytes(range(256)) * (4 * BLOCK_BYTES // 256)
 GRANT, OTHER_GRANT = b"grant-id-16bytes", b"another-grant-id"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tierkv.core.codec_gate import CodecGate
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import AnyInstruction, AnyReport, BalanceTier, JournalRows, Recovered, TierHealth
 from tierkv.core.keys import chain_keys, pack_tokens
@@ -65,6 +66,7 @@ class Kit:
     session_bytes: int = HOST_BYTES
     now: float = 1_000.0
     takes_replies: bool = True
+    codec_gate: CodecGate | None = None
     replies: list[tuple[bytes, Reply]] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     booked: list[JournalRows | BalanceTier] = field(default_factory=list)
@@ -119,6 +121,7 @@ class Kit:
             ),
             status=self.survey.status,
             usage=self.survey.usage,
+            codec_gate=self.codec_gate,
         )
         self.worker: BlockingChannel[AnyReport, AnyInstruction] | None = None
         self.disk_worker: BlockingChannel[AnyReport, AnyInstruction] | None = None

@@ -29,8 +29,10 @@ from tierkv.wire.messages import (
     Abort,
     Acquire,
     AcquireReply,
+    AskCodec,
     Audit,
     AuditReply,
+    CodecReply,
     Commit,
     CommitReply,
     DamagedEntry,
@@ -222,6 +224,7 @@ REQUESTS: tuple[Request, ...] = (
     ),
     Release(id=5, session=_TOKEN, grant=_GRANT, rank=1),
     ReportBad(id=6, session=_TOKEN, group=_GROUP, keys=_KEYS, first_bad=1),
+    AskCodec(id=61, session=_TOKEN, weights="11" * 32, adapter="22" * 32),
     ReportPrefill(id=60, session=_TOKEN, group=_GROUP, samples=(PrefillSample(2048, 4096, 0.25),)),
     Reserve(
         id=7,
@@ -293,6 +296,7 @@ REPLIES: tuple[Reply, ...] = (
     Done(id=3),
     HelloReply(id=4, protocol=1, incarnation=5, version="0.1.0", data_dir="/data", host_bytes=2**32),
     OpenGroupReply(id=5, group=_GROUP, persistent=False, reason="weights changed"),
+    CodecReply(id=61, codec="fp8_e4m3", reason="no_verdict", problem="no eval has passed"),
     MatchReply(id=6, blocks=5, host_blocks=3),
     AcquireReply(
         id=7,

@@ -1,6 +1,6 @@
 """How engines and operators talk to a node. Blocking verbs are here, the same for asyncio in `tierkv.client.aio`."""
 
-from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
+from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import Client, Group, Lease, Operator, Ticket, connect, connect_operator
 from tierkv.client.buffers import BlockReader, BlockWriter
 from tierkv.client.prompt import KeyChain
@@ -19,6 +19,7 @@ __all__ = [
     "Sealed",
     "KeyChain",
     "Counters",
+    "CodecAnswer",
     "connect_operator",
     "Operator",
 ]

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tierkv.client.aio_links import AsyncLinks
-from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
+from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import DEFAULT_TIMEOUT_SECONDS, make_state
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
@@ -337,6 +337,12 @@ class Client(Operator):
         )
         await self._run(self._verbs.open_group(record))
         return Group(record, self)
+
+    async def ask_codec(self, weights: str, adapter: str = "") -> CodecAnswer:
+        """Which codec blocks of these weights under this adapter, both fingerprints, are to be stored with at this
+        node: ask once a model, before its identity is made. While the node is away the answer is none, with the
+        reason."""
+        return await self._run(self._verbs.ask_codec(weights, adapter))
 
     async def session_token(self) -> bytes:
         return await self._run(self._verbs.session_token())

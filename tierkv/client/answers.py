@@ -49,6 +49,17 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodecAnswer:
+    """Which codec blocks of a model are to be stored with, empty for as they are: what the layout of its identity is to
+    say. `reason` no_verdict: the node would use one and may not; any other: it could not be asked. `problem` says
+    more."""
+
+    codec: str = ""
+    reason: Reason | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
     """Since the client was made. `by_reason` counts answers that carried a reason, misses for want of a node included.
 
@@ -71,6 +82,7 @@ _REASON_OF_CODE = {
     ErrorCode.LAYOUT_MISMATCH: Reason.LAYOUT_MISMATCH,
     ErrorCode.KEY_MISMATCH: Reason.KEY_MISMATCH,
     ErrorCode.UNKNOWN_GRANT: Reason.GRANT_ENDED,
+    ErrorCode.NO_VERDICT: Reason.NO_VERDICT,
     ErrorCode.TOO_MANY: Reason.SESSION_CAP,
     ErrorCode.NODE_AWAY: Reason.NODE_AWAY,
     ErrorCode.SHUTTING_DOWN: Reason.SHUTDOWN,

@@ -43,6 +43,9 @@ GRACE_SECONDS = 0.2
 
 ATTEMPTS = 3
 
+_LASTING = (ErrorCode.INVALID, ErrorCode.NO_VERDICT)
+"""Why a group is refused for as long as the node runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -235,7 +238,7 @@ class Asking:
                 return Failure(Reason.KEY_MISMATCH)
             group.persistent, group.persistence_reason = answer.persistent, answer.reason
             session.opened.add(group.key)
-        elif isinstance(answer, Failure) and answer.error is not None and answer.error.code == ErrorCode.INVALID:
+        elif isinstance(answer, Failure) and answer.error is not None and answer.error.code in _LASTING:
             self._state.warn_once(f"it refuses this model, so nothing is cached: {answer.error.problem}")
         return answer
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tierkv.client.answers import Committed, CommitWait, Counters, Match, Sealed
+from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.endpoint import find_endpoint, find_node_user
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
@@ -365,6 +365,12 @@ class Client(Operator):
         )
         self._run(self._verbs.open_group(record))
         return Group(record, self)
+
+    def ask_codec(self, weights: str, adapter: str = "") -> CodecAnswer:
+        """Which codec blocks of these weights under this adapter, both fingerprints, are to be stored with at this
+        node: ask once a model, before its identity is made. While the node is away the answer is none, with the
+        reason."""
+        return self._run(self._verbs.ask_codec(weights, adapter))
 
     def session_token(self) -> bytes:
         """Names this process as a holder in another's `acquire`. Empty while the node is away; a new one after the

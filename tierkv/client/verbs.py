@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from tierkv.client.answers import Committed, CommitWait, Match, Sealed, reason_of_text
+from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Match, Sealed, reason_of_text
 from tierkv.client.asking import Answer, Failure
 from tierkv.client.grants import LeaseFacts, Slots, TicketFacts, granted_blocks, slot_bytes
 from tierkv.client.groups import GroupRecord
@@ -23,6 +23,8 @@ from tierkv.wire.messages import (
     Abort,
     Acquire,
     AcquireReply,
+    AskCodec,
+    CodecReply,
     Commit,
     CommitReply,
     Holder,
@@ -44,6 +46,15 @@ FRAME_ROOM = 65_536
 
 
 class Verbs(InlineVerbs):
+    # ---- before there is a group
+
+    def ask_codec(self, weights: str, adapter: str) -> Verb[CodecAnswer]:
+        answer = yield from self.ask(AskCodec, self.budget(), weights=weights, adapter=adapter)
+        if isinstance(answer, Failure):
+            return CodecAnswer(reason=self._reason(answer))
+        reply: CodecReply = answer.reply
+        return CodecAnswer(codec=reply.codec, reason=reason_of_text(reply.reason), problem=reply.problem)
+
     # ---- reading
 
     def match(self, group: GroupRecord, keys: bytes) -> Verb[Match]:

@@ -27,6 +27,8 @@ from tierkv.wire.messages import (
     Abort,
     Acquire,
     AnyRequest,
+    AskCodec,
+    CodecReply,
     Commit,
     Error,
     ErrorCode,
@@ -71,6 +73,7 @@ class Service:
         self._at_node: dict[type[Request], Ask] = {
             Hello: self._hello,
             OpenGroup: self._open_group,
+            AskCodec: self._ask_codec,
             Match: reading.match,
             Acquire: reading.acquire,
             Reserve: writing.reserve,
@@ -198,6 +201,10 @@ class Service:
             data_dir="",
             host_bytes=0,
         )
+
+    async def _ask_codec(self, _session: TenantSession, request: AskCodec) -> Reply:
+        answer = await self._upstream.run(self._upstream.verbs.ask_codec(request.weights, request.adapter))
+        return CodecReply(id=request.id, codec=answer.codec, reason=answer.reason or "", problem=answer.problem)
 
     async def _open_group(self, session: TenantSession, request: OpenGroup) -> Reply:
         if len(request.identity.encode()) > MAX_IDENTITY_BYTES:

@@ -1,7 +1,8 @@
 """What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
 
     supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
-                           SessionEnded, HostLimit, MemoryZeroed, GatewayHeard, RecorderHeard, Ping, Shutdown
+                           SessionEnded, HostLimit, MemoryZeroed, GatewayHeard, RecorderHeard, CodecVerdicts, Ping,
+                           Shutdown
     front -> supervisor    Ready, Pong, WorkerRecovered, ReplaceWorker, DirectoryGone, ZeroMemory, Drained
 
 [descriptors] travel with their message (SCM_RIGHTS). The end of the pair says that the other process is gone.
@@ -20,6 +21,7 @@ from enum import StrEnum
 
 import msgspec
 
+from tierkv.core.codec_gate import JudgedModel
 from tierkv.core.starts import LastEnd
 from tierkv.core.value.names import PolicyName
 from tierkv.errors import TierkvError, WireError
@@ -28,6 +30,10 @@ MAX_PACKET_BYTES = 65_536
 MAX_DESCRIPTORS = 4
 MAX_QUEUED = 4_096
 """More than that unread, and no new session is opened: the front is stuck."""
+
+
+MAX_JUDGED = 128
+"""In one packet, with room for words of each."""
 
 
 class WorkerName(StrEnum):
@@ -75,6 +81,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     auto_pin_share: float = 0.0
     ttl: tuple[tuple[str, float], ...] = ()
     shares: tuple[tuple[str, float], ...] = ()
+    codec: str = ""
 
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
@@ -175,6 +182,12 @@ class RecorderHeard(ControlMessage, frozen=True, kw_only=True, tag=True):
     problem: str
 
 
+class CodecVerdicts(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """What evals have said, some of it; sent before a session is opened. One packet holds MAX_JUDGED of them."""
+
+    judged: list[JudgedModel]
+
+
 class Ping(ControlMessage, frozen=True, kw_only=True, tag=True):
     """A front whose loop turns answers Pong."""
 
@@ -232,6 +245,7 @@ AnyControlMessage = (
     | HostLimit
     | GatewayHeard
     | RecorderHeard
+    | CodecVerdicts
     | Ping
     | Shutdown
     | Ready

@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import zmq
 
+from tierkv.core.codec_gate import CodecGate
 from tierkv.core.instructions import AnyReport, KeepStart, Recovered, StartsFound, TierHealth, Zero, Zeroed
 from tierkv.core.reasons import Reason
 from tierkv.core.starts import Window
@@ -40,6 +41,7 @@ from tierkv.node.clock import NodeClock
 from tierkv.node.control import (
     AnyControlMessage,
     Begin,
+    CodecVerdicts,
     Control,
     DirectoryGone,
     FrontSettings,
@@ -164,6 +166,7 @@ class Front:
             ping_seconds=self._storage.watchdog.step_seconds if settings.hang_seconds else 0.0,
         )
         self._survey = Survey(self._core, self._outbox, self._node)
+        self._codec_gate = CodecGate(settings.codec)
         self._starts = StartRecorder(
             number=begin.incarnation,
             began=begin.wall_zero if begin.last_end is None else begin.incarnation / 1_000,
@@ -191,6 +194,7 @@ class Front:
             usage=self._survey.usage,
             starts=lambda request_id: StartsReply(id=request_id, starts=self._starts.all(self._now(), self._so_far())),
             opened=self._note_opened,
+            codec_gate=self._codec_gate,
         )
         self._is_directory_gone = False
         self._draining: Draining | None = None
@@ -347,6 +351,8 @@ class Front:
                 self._node.gateway_heard_at = now
             case RecorderHeard():
                 self._node.recorder_heard = message
+            case CodecVerdicts():
+                self._codec_gate.learn(message.judged)
             case Ping():
                 self._control.send(Pong())
             case Shutdown():

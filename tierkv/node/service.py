@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tierkv
+from tierkv.core.codec_gate import CodecGate
 from tierkv.core.grants import GroupSpec
 from tierkv.core.instructions import AnyReport, PurgeResumed, PurgeSwept
 from tierkv.core.reasons import Reason
@@ -31,6 +32,8 @@ from tierkv.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     AnyRequest,
+    AskCodec,
+    CodecReply,
     Commit,
     Error,
     ErrorCode,
@@ -53,7 +56,7 @@ from tierkv.wire.messages import (
 
 MAX_GROUPS = 10_000
 
-_WHILE_RECOVERING = (Hello, Status, OpenGroup, Top, Starts)
+_WHILE_RECOVERING = (Hello, Status, OpenGroup, AskCodec, Top, Starts)
 _WHILE_STOPPING = (Hello, Status, Usage, Pins, Shares, Top, Starts, Commit, Abort, Release)
 _WHEN_SLOW = (Commit, Abort, Release)
 
@@ -86,8 +89,11 @@ class Service:
         usage: Callable[[int, float], Reply],
         starts: Callable[[int], Reply] = lambda request_id: StartsReply(id=request_id, starts=()),
         opened: Callable[[bytes, int, bool], None] = lambda _group, _pid, _is_used: None,
+        codec_gate: CodecGate | None = None,
     ) -> None:
-        """`opened(group, pid, is_used)` is told that a process works with a group; `is_used`: so does another."""
+        """`opened(group, pid, is_used)` is told that a process works with a group; `is_used`: so does another. Without
+        a `codec_gate` blocks are stored as they are."""
+        self._codec_gate = codec_gate or CodecGate()
         self._opened = opened
         self.is_stopping = False
         self._core = core
@@ -112,6 +118,7 @@ class Service:
         self._handlers: dict[type[Request], Callable[[Any, Asker, float], Reply | None]] = {
             Hello: self._hello,
             OpenGroup: self._open_group,
+            AskCodec: self._ask_codec,
             **self._reading.handlers,
             **self._writing.handlers,
             **self._operating.handlers,
@@ -168,10 +175,17 @@ class Service:
             host_bytes=self._facts.host_bytes,
         )
 
+    def _ask_codec(self, request: AskCodec, _asker: Asker, _now: float) -> Reply:
+        choice = self._codec_gate.choose(request.weights, request.adapter)
+        return CodecReply(id=request.id, codec=choice.codec, reason=choice.reason or "", problem=choice.problem)
+
     def _open_group(self, request: OpenGroup, asker: Asker, now: float) -> Reply:
         refusal = why_refused(request, slab_bytes=self._facts.slab_bytes)
         if refusal is not None:
             return refusal
+        if problem := self._codec_gate.why_refused(request.identity):
+            field = "identity.layout.codec"
+            return Error(id=request.id, code=ErrorCode.NO_VERDICT, problem=problem, field=field)
         group = request.identity.group_key()
         if group not in self._known_groups and len(self._known_groups) >= MAX_GROUPS:
             problem = f"this node knows {MAX_GROUPS} groups, as many as it takes"

@@ -77,6 +77,7 @@ class ErrorCode(StrEnum):
     INVALID = "invalid"  # well-formed, but not sensible; names the field
     UNKNOWN_GRANT = "unknown_grant"
     NOT_ALLOWED = "not_allowed"  # to a tenant that is not trusted
+    NO_VERDICT = "no_verdict"  # a lossy codec that no eval has passed for these weights and this adapter here
     TOO_MANY = "too_many"  # sessions, groups or requests of one tenant that is not trusted
     NODE_AWAY = "node_away"  # the gateway is there, the node behind it is not
     SHUTTING_DOWN = "shutting_down"
@@ -160,6 +161,25 @@ class OpenGroup(Request, frozen=True, kw_only=True, tag=True):
     adapter_name: Text = ""
     manifest: Annotated[tuple[ManifestEntry, ...], Meta(max_length=4_096)] = ()
     persistent: bool = True
+
+
+class CodecReply(Reply, frozen=True, kw_only=True, tag=True):
+    """`codec` is what the layout of a new group is to say: empty for blocks as they are. `reason` no_verdict: this node
+    would use a lossy one and may not, and `problem` says why and what to do."""
+
+    codec: Text = ""
+    reason: str = ""
+    problem: str = ""
+
+
+class AskCodec(Request, frozen=True, kw_only=True, tag=True):
+    """Which codec blocks of these weights under this adapter are to be stored with. Asked once a model, before its
+    identity is made; the answer holds for as long as the node runs."""
+
+    reply: ClassVar[type[Reply]] = CodecReply
+
+    weights: Text
+    adapter: Text = ""
 
 
 # ---- reading
@@ -1143,6 +1163,7 @@ class Size(Request, frozen=True, kw_only=True, tag=True):
 AnyRequest = (
     Hello
     | OpenGroup
+    | AskCodec
     | Match
     | Acquire
     | Release
@@ -1177,6 +1198,7 @@ AnyReply = (
     | Done
     | HelloReply
     | OpenGroupReply
+    | CodecReply
     | MatchReply
     | AcquireReply
     | ReserveReply
