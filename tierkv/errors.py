@@ -16,6 +16,8 @@
     |-- DamagedFile              a .kv file is not what its header or the tree says
     |   `-- OtherExtent          right in itself, and not the extent that was looked for
     |-- UnknownFormat            a file or directory of a newer format: left alone
+    |-- DeviceError              a GPU, or its driver, refuses; `reason` says in one word why
+    |   `-- DeviceLost           nothing works on it any more in this process: it has to end
     |-- UnsupportedModel         an integration refuses a model it can't serve rightly
     |-- UnsupportedEngine        an integration refuses an engine, its version or its settings; says what to do
     |-- ForkedClient             a client is used in a forked child
@@ -127,6 +129,23 @@ class StorageError(TierkvError):
         self.errno_name = errno_name
         self.reason = reason
         self.problem = problem
+
+
+class DeviceError(TierkvError):
+    """`reason`: no_driver, no_device (none at all), no_such_device (this index), busy (somebody has it for himself),
+    out_of_memory, larger_than_memory, no_ipc (memory can't be shared between processes), versions (the driver is
+    older than something that uses it), failed."""
+
+    exit_code = 2
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
+        self.problem = problem
+
+
+class DeviceLost(DeviceError):
+    pass
 
 
 class UnsupportedModel(TierkvError):
