@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from e2e.harness import EngineProcess, Node, StampedEngine, environment, wait_until
 from tierkv.torture.barriers import FOLDER, Barriers
+from tierkv.torture.stamped import Loaded
 from tierkv.wire.socket_directory import default_socket_dir
 
 pytestmark = pytest.mark.timeout(180)
@@ -281,6 +283,28 @@ def test_two_nodes_with_default_settings_do_not_meet(tmp_path: Path, runtime_dir
                 assert engine.load(7, BLOCKS).right == BLOCKS
 
 
+@pytest.mark.scenario("B170", then="an engine that comes behind a full queue of strangers is served in its turn")
+def test_an_engine_behind_a_full_queue_of_strangers_is_served(node: Node) -> None:
+    node.start()
+    with StampedEngine(node.endpoint) as engine:
+        engine.store(1, BLOCKS)
+
+    def load() -> Loaded:
+        with StampedEngine(node.endpoint, timeout_seconds=60.0) as newcomer:
+            return newcomer.load(1, BLOCKS, deadline_seconds=60.0)
+
+    with ExitStack() as owned, ThreadPoolExecutor(1) as threads:
+        with node.paused("supervisor"):
+            with suppress(BlockingIOError):
+                while True:  # until the queue is full
+                    stranger = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    stranger.setblocking(False)
+                    stranger.connect(str(node.endpoint / "session.sock"))
+            loaded = threads.submit(load)
+            wait_until(loaded.running, "it has set out")
+        assert loaded.result(120.0).right == BLOCKS
+
+
 @pytest.mark.scenario(
     "B170", then="half-open, silent and talking strangers on each socket harm nobody and keep no descriptor"
 )
@@ -302,8 +326,8 @@ def test_a_thousand_strangers_on_each_socket_harm_nobody(node: Node) -> None:
             with ExitStack() as owned:
                 for number in range(1_000):
                     peer = owned.enter_context(socket.socket(socket.AF_UNIX, kind))
+                    peer.connect(str(node.endpoint / name))  # waits for its turn: with a timeout it would not
                     peer.settimeout(20.0)
-                    peer.connect(str(node.endpoint / name))
                     try:
                         says[number % len(says)](peer)
                     except OSError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def server(
 
 
 def attempt(directory: Path) -> Refusal:
-    opened = open_session(directory, client="test", maps_arena=True, until=time.monotonic() + 5)
+    opened = open_session(directory, client="test", maps_arena=True, until=time.monotonic() + 30)
     assert isinstance(opened, Refusal)
     return opened
 
@@ -116,6 +117,62 @@ def test_a_server_that_closes_without_reading_the_hello_is_quoted(
         refusal = attempt(node_dir)
     assert refusal.reason is Reason.NODE_AWAY
     assert problem in refusal.problem
+
+
+@pytest.fixture
+def full_listener(node_dir: Path) -> Iterator[socket.socket]:
+    """One that has not accepted anybody yet, and lets nobody else queue."""
+    with ExitStack() as owned:
+        listener = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(str(node_dir / SESSION_SOCKET_NAME))
+        listener.listen(1)
+        listener.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                waiting = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting.setblocking(False)
+                waiting.connect(str(node_dir / SESSION_SOCKET_NAME))
+        yield listener
+
+
+@pytest.mark.usefixtures("full_listener")
+@pytest.mark.scenario("B170", then="a queue that is full is no node that is away: it is waited for until the deadline")
+def test_a_turn_that_does_not_come_is_a_deadline(node_dir: Path) -> None:
+    until = time.monotonic() + 0.1
+    opened = open_session(node_dir, client="test", maps_arena=True, until=until)
+    assert isinstance(opened, Refusal)
+    assert opened.reason is Reason.DEADLINE
+    assert time.monotonic() >= until
+
+
+@pytest.mark.scenario("B170", then="an engine gets its turn where more are queueing than a node listens to")
+def test_whoever_queues_gets_its_turn_whatever_signals_come_meanwhile(
+    node_dir: Path, full_listener: socket.socket
+) -> None:
+    """The signals interrupt the wait, and it is they who let in one after the other."""
+
+    def let_one_in(*_: object) -> None:
+        with suppress(BlockingIOError, BrokenPipeError):  # nobody queues; those who came first have left
+            connection, _address = full_listener.accept()
+            with connection:
+                connection.send(encode_packet(SessionRefused(code="wrong_user", problem="you have come in")))
+
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        while not is_over.wait(0.01):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, let_one_in)
+    signals = threading.Thread(target=interrupt)
+    signals.start()
+    try:
+        refusal = attempt(node_dir)
+    finally:
+        is_over.set()
+        signals.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert "you have come in" in refusal.problem
 
 
 def test_descriptors_beyond_those_expected_are_not_kept(node_dir: Path) -> None:

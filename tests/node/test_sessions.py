@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -332,6 +333,33 @@ def test_a_flood_of_silent_connections_locks_nobody_out(served: Served, monkeypa
         assert isinstance(hear_grant(client), SessionGrant)
     for other in silent:
         other.close()
+
+
+@pytest.mark.scenario("B170", then="who has said hello is heard, however many have connected behind it")
+def test_a_hello_is_heard_before_its_place_is_given_to_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_KNOCKS", 4)
+    with served.connect() as client, ExitStack() as owned:
+        say(client, hello())
+        for _ in range(20):
+            owned.enter_context(served.connect())
+        served.until(Asked)
+        assert isinstance(hear_grant(client), SessionGrant)
+
+
+@pytest.mark.scenario("B170", then="who waits for a front keeps its place before those who say nothing")
+def test_who_waits_for_an_answer_keeps_its_place_before_silent_ones(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_KNOCKS", 4)
+    with served.connect() as client, ExitStack() as owned:
+        say(client, hello())
+        asked = served.until(Asked, grants=False)
+        for _ in range(20):
+            owned.enter_context(served.connect())
+            served.sessions.poll()
+        assert served.sessions.is_waiting(asked.knock)
+        served.sessions.grant(asked.knock, served.sessions.new_token(), served.memory)
+        assert isinstance(hear_grant(client), SessionGrant)
 
 
 def hear_grant(client: socket.socket) -> AnySessionMessage:

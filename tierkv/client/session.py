@@ -8,6 +8,7 @@ the memory unmapped, Detach sent, and the socket closed.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -36,6 +37,8 @@ from tierkv.wire.session import (
 
 TRUSTED_USERS = frozenset({0})
 """Users besides our own whose node is believed: root."""
+
+_TIMEVAL = struct.Struct("ll")
 
 _REFUSALS: dict[str, Reason] = {
     ErrorCode.SHUTTING_DOWN: Reason.SHUTDOWN,
@@ -167,9 +170,30 @@ def _decline(connection: socket.socket, grant: SessionGrant | InlineGrant) -> No
 
 
 def _connect(connection: socket.socket, path: Path, node_user: int | None, until: float) -> None:
-    connection.settimeout(_remaining(until))
-    connection.connect(os.fspath(path))
+    """Where more are queueing than the listener keeps, the kernel lets a blocking connect wait for its turn, and tells
+    any other at once that it can't (a socket with a timeout of Python's is such a one)."""
+    is_connected = False
+    while not is_connected:
+        microseconds = max(1, int(_remaining(until) * 1e6))  # 0 would be for ever
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+        try:
+            connection.connect(os.fspath(path))
+        except BlockingIOError as full:
+            raise TimeoutError from full
+        is_connected = _has_peer(connection)
     _require_believed_peer(connection, node_user)
+
+
+def _has_peer(connection: socket.socket) -> bool:
+    """A signal ends the wait for a turn, and Python then takes a Unix socket for connected, which it isn't."""
+    try:
+        connection.getpeername()
+    except OSError as error:
+        if error.errno == errno.ENOTCONN:
+            return False
+        raise
+    return True
 
 
 def _exchange(connection: socket.socket, client: str, maps_arena: bool, until: float) -> Session | Refusal:

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 
 from tierkv.errors import ConfigError
-from tierkv.node.socket_folder import node_endpoint
+from tierkv.node.socket_folder import BACKLOG, node_endpoint
 from tierkv.wire.frames import encode
 from tierkv.wire.messages import MAX_FRAME_BYTES, Error, ErrorCode
 from tierkv.wire.session import NODE_SOCKET_NAME
@@ -41,6 +41,7 @@ class Router:
             (zmq.ZAP_DOMAIN, b"tierkv"),
             (zmq.LINGER, CLOSE_MILLISECONDS),
             (zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES),
+            (zmq.BACKLOG, BACKLOG),
             (zmq.RCVHWM, RECEIVE_QUEUE),
             (zmq.SNDHWM, SEND_QUEUE),
             (zmq.ROUTER_MANDATORY, 1),  # to hear about replies that can't be sent, instead of losing them in silence

@@ -122,6 +122,9 @@ class _Watched:
     sessions: dict[int, Session] = field(default_factory=dict)
     processes: dict[int, Session] = field(default_factory=dict)
 
+    def count(self) -> int:
+        return len(self.knocks) + len(self.sessions) + len(self.processes)
+
 
 class Sessions:
     """Owns the listening socket and every connection and pidfd, until `close`. Serves `users`, those of the node's
@@ -156,17 +159,21 @@ class Sessions:
         return len(self._sessions)
 
     def poll(self) -> list[Event]:
-        """What has happened since the last call. Never waits."""
+        """What has happened since the last call. Never waits. Those who knock come last: who has said hello is heard
+        before its place is given to another."""
         events: list[Event] = []
-        for fd, _ in self._epoll.poll(0, 256):
+        somebody_knocks = False
+        for fd, _ in self._epoll.poll(0, self._watched.count() + 1):
             if self._listener is not None and fd == self._listener.fileno():
-                self._accept()
+                somebody_knocks = True
             elif fd in self._watched.knocks:
                 self._read_hello(self._watched.knocks[fd], events)
             elif fd in self._watched.processes:
                 self._end(self._watched.processes[fd], events)
             elif fd in self._watched.sessions:
                 self._read_session(self._watched.sessions[fd], events)
+        if somebody_knocks:
+            self._accept()
         return events
 
     def next_deadline(self) -> float | None:
@@ -277,7 +284,7 @@ class Sessions:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        for _ in range(ACCEPTS_PER_POLL):
+        for _ in range(min(ACCEPTS_PER_POLL, self._places_of_a_user)):
             try:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -289,6 +296,10 @@ class Sessions:
                 return
             sock.setblocking(False)
             self._take(sock)
+
+    @property
+    def _places_of_a_user(self) -> int:
+        return max(MAX_KNOCKS // len(self._users), min(MAX_KNOCKS, KNOCKS_A_USER))
 
     def _whom_served(self) -> str:
         if self._are_named:
@@ -309,8 +320,9 @@ class Sessions:
             sock.close()
             return
         of_user = [knock for knock in self._watched.knocks.values() if knock.uid == uid]
-        if len(of_user) >= max(MAX_KNOCKS // len(self._users), min(MAX_KNOCKS, KNOCKS_A_USER)):
-            self._drop(of_user[0])  # the oldest: an honest client says hello at once
+        if len(of_user) >= self._places_of_a_user:
+            silent = [knock for knock in of_user if knock.hello is None]
+            self._drop((silent or of_user)[0])  # the oldest: an honest client says hello at once
         try:
             pidfd = _open_pidfd(sock, pid)
         except OSError:  # the process is gone already, or no descriptor is left
