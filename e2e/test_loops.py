@@ -38,6 +38,18 @@ ELSEWHERE = {
         "tests/workers/test_disk.py",
         "test_an_exception_while_the_directory_is_recovered_ends_the_worker",
     ),
+    ("device", "copies"): (
+        "tests/workers/device/test_worker.py",
+        "test_an_exception_in_a_thread_ends_the_worker",
+    ),
+    ("device", "device-pulse"): (
+        "tests/workers/device/test_worker.py",
+        "test_an_exception_in_a_thread_ends_the_worker",
+    ),
+    ("device", "pinning"): (
+        "tests/workers/device/test_worker.py",
+        "test_an_exception_in_a_thread_ends_the_worker",
+    ),
 }
 """Loops that are tried by another test, because it takes no whole node, or another one."""
 

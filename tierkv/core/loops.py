@@ -23,6 +23,7 @@ class Loop:
 
 
 _WORKER_ENDS = "the storage worker ends, and the supervisor starts another"
+_DEVICE_WORKER_ENDS = "the worker of that GPU ends with its pool, and the supervisor starts another"
 
 LOOPS: tuple[Loop, ...] = (
     Loop(
@@ -56,6 +57,9 @@ LOOPS: tuple[Loop, ...] = (
         "disk", "recovery", "opens the directory of the disk tier, and finds what is in it",
         "the worker of the disk tier ends, and the supervisor starts another",
     ),
+    Loop("device", "copies", "waits for copies of a GPU's worker, reports them", _DEVICE_WORKER_ENDS),
+    Loop("device", "device-pulse", "says once a second how a GPU and its copies are", _DEVICE_WORKER_ENDS),
+    Loop("device", "pinning", "has the arena's memory locked, at the start of a GPU's worker", _DEVICE_WORKER_ENDS),
     Loop("storage", "supervisor-watch", "ends the process when the supervisor is gone", _WORKER_ENDS),
 )  # fmt: skip
 

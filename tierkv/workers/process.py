@@ -13,15 +13,18 @@ import socket
 from collections.abc import Callable
 from typing import NoReturn
 
-from tierkv.workers.channel import worker_end
-from tierkv.workers.file_tier import Channel
+from tierkv.core.instructions import AnyInstruction, Report
+from tierkv.workers.channel import BlockingChannel, worker_end
+from tierkv.workers.device.config import DeviceWorkerConfig
 from tierkv.workers.lifeline import EXIT_THREAD_DIED, end_with_parent, end_with_pipe
 from tierkv.workers.tier_config import TierWorkerConfig
 
 log = logging.getLogger(__name__)
 
 
-def begin_process(config: TierWorkerConfig, name: str) -> tuple[Channel, memoryview]:
+def begin_process(
+    config: TierWorkerConfig | DeviceWorkerConfig, name: str
+) -> tuple[BlockingChannel[Report, AnyInstruction], memoryview]:
     """Its channel, and the arena, which is mapped until the process ends. From here on it lives as long as its
     supervisor at the most."""
     end_with_parent(config.parent_pid)
