@@ -17,6 +17,7 @@ from tests.config.test_sources import VALUES
 from tests.kinds.markers import names_of_tests
 from tests.kinds.tables import ROOT
 from tierkv.config import Settings
+from tierkv.core.eval_results import Thresholds
 from tierkv.core.state import Limits
 from tierkv.node.clock import NodeClock
 from tierkv.node.control import FrontSettings
@@ -46,10 +47,16 @@ def front(settings: Settings) -> FrontSettings:
     return front_settings(settings)
 
 
+def eval_limits(settings: Settings) -> Thresholds:
+    return settings.eval_limits
+
+
 def itself(settings: Settings) -> Settings:
     """The supervisor acts on the settings as they are."""
     return settings
 
+
+THRESHOLD_TEST = "test_each_limit_holds_at_its_value_and_not_a_hair_beyond"
 
 # setting -> what it becomes for those who act on it, by name; and the test that shows the effect
 EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
@@ -136,6 +143,14 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"index_map_bytes": worker},
         "tests/storage/test_catalog.py::test_a_huge_map_is_had_whole",
     ),
+    "codec": (
+        {"codec": front},
+        "e2e/test_fp8_gate.py::test_a_model_that_has_passed_gets_the_codec_and_others_stay_raw",
+    ),
+    **{
+        name: ({name.removeprefix("eval_"): eval_limits}, f"tests/core/test_eval_results.py::{THRESHOLD_TEST}")
+        for name in ("eval_min_agreement", "eval_max_kl", "eval_max_perplexity_ratio", "eval_min_retrieval")
+    },
     "io_threads": (
         {"io_threads": worker},
         "tests/workers/test_storage.py::test_a_read_finds_a_thread_while_writes_hold_all_others",

@@ -31,6 +31,8 @@ from tierkv.config.parsers import (
     whole,
 )
 from tierkv.config.sizes import GiB, MiB, format_size, human_size, parse_size
+from tierkv.core.codec_gate import CODECS
+from tierkv.core.eval_results import Thresholds
 from tierkv.core.value.names import PolicyName
 from tierkv.errors import ConfigError
 from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir, excess_bytes, user_socket_name
@@ -47,6 +49,7 @@ PositiveSeconds = PositiveNumber
 Share = Annotated[float, named(parse_share)]
 Directory = Annotated[Path, named(parse_path)]
 DirectIo = Literal["auto", "off"]
+Codec = Literal["raw", "fp8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -221,6 +224,30 @@ class Settings(BaseModel):
         unit="size",
         example='"2TiB"',
     )
+    codec: Annotated[Codec, named(one_of(*CODECS))] = _setting(
+        "raw",
+        "How blocks are stored: raw, as they are; or fp8, in half the room of 16-bit ones in every tier, with a small "
+        "error, for models that `tierkv eval` has passed (docs/fp8.md); all others stay raw. Needs data_dir.",
+        topic="fp8, behind an eval",
+    )
+    eval_min_agreement: Share = _setting(
+        0.95,
+        "Share of the next tokens that must be the same with a coded prefix as with a raw one, each predicted from the "
+        "true ones before it.",
+    )
+    eval_max_kl: Annotated[float, named(parse_number)] = _setting(
+        0.02,
+        "Most that the predictions of the next token may differ on average: Kullback-Leibler divergence.",
+        unit="nats",
+    )
+    eval_max_perplexity_ratio: PositiveNumber = _setting(
+        1.02, "Most that the perplexity of what follows a prefix may grow, as a ratio."
+    )
+    eval_min_retrieval: Share = _setting(
+        0.95,
+        "Share of the facts hidden in a long context that must be recalled with a coded prefix, of those that are with "
+        "a raw one. 0: is not looked at.",
+    )
     io_threads: Annotated[int, named(whole(1, 256))] = _setting(
         4, "Threads of the storage worker that read and write files.", unit="threads", topic="Work"
     )
@@ -342,6 +369,13 @@ class Settings(BaseModel):
             raise ConfigError(
                 "auto_pin_share", "is a part of pinned_share, and can't be more than that; write less, or more there"
             )
+        if self.codec != "raw" and self.data_dir is None:
+            raise ConfigError("codec", f"{self.codec} needs data_dir, where the verdicts of `tierkv eval` are")
+        if self.eval_max_perplexity_ratio < 1:
+            raise ConfigError(
+                "eval_max_perplexity_ratio",
+                f"{self.eval_max_perplexity_ratio:g} asks for better than raw; write 1 or more",
+            )
         if self.read_only and self.data_dir is None:
             raise ConfigError("read_only", "has no effect without data_dir; write data_dir too, or leave it out")
         if self.record is not None:
@@ -358,6 +392,15 @@ class Settings(BaseModel):
                 f"write a shorter directory, like /run/tierkv",
             )
         return self
+
+    @property
+    def eval_limits(self) -> Thresholds:
+        return Thresholds(
+            min_agreement=self.eval_min_agreement,
+            max_kl=self.eval_max_kl,
+            max_perplexity_ratio=self.eval_max_perplexity_ratio,
+            min_retrieval=self.eval_min_retrieval,
+        )
 
     @property
     def inline_uids(self) -> tuple[int, ...]:

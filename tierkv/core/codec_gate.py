@@ -16,6 +16,12 @@ from tierkv.core.reasons import Reason
 RAW = ""
 """The codec of blocks that are stored as they are, as `Layout.codec` says it."""
 
+CODECS = {"raw": RAW, "fp8": "fp8_e4m3"}
+"""What the setting `codec` may say, and what it is in a layout."""
+
+MAX_PROBLEM = 400
+"""Characters."""
+
 NEVER_EVALUATED = "no eval has been run for these weights and this adapter; `tierkv eval` does it"
 
 

@@ -32,8 +32,8 @@ MAX_QUEUED = 4_096
 """More than that unread, and no new session is opened: the front is stuck."""
 
 
-MAX_JUDGED = 128
-"""In one packet, with room for words of each."""
+MAX_JUDGED = 32
+"""In one packet, with room for the words of each."""
 
 
 class WorkerName(StrEnum):

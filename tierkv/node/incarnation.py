@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tierkv.config import Settings
+from tierkv.core.codec_gate import CODECS, JudgedModel
 from tierkv.core.starts import LastEnd
 from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only, populate_stretches
 from tierkv.node.arena_wiper import ArenaWiper
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
-from tierkv.node.control import Begin, FrontSettings, HostLimit, MemoryZeroed, control_pair
+from tierkv.node.control import MAX_JUDGED, Begin, CodecVerdicts, FrontSettings, HostLimit, MemoryZeroed, control_pair
 from tierkv.node.sessions import Memory
 from tierkv.node.socket_folder import node_endpoint
 
@@ -38,6 +39,7 @@ class Incarnation:
         last_end: LastEnd | None = None,
         end_problem: str = "",
         boot: str = "",
+        judged: Sequence[JudgedModel] = (),
     ) -> None:
         """`recorder` is the descriptor that the front sends to what it has recorded, where that is done."""
         self.number = int(clock.now() * 1_000)  # no two of a node alike, however the wall clock is stepped
@@ -74,6 +76,8 @@ class Incarnation:
         )
         self.wiper = ArenaWiper(self._arena.fd)
         self.control.send(begin, [self._generations.fd, *recorder])
+        for start in range(0, len(judged), MAX_JUDGED):
+            self.control.send(CodecVerdicts(judged=list(judged[start : start + MAX_JUDGED])))
 
     # ---- memory
 
@@ -154,4 +158,5 @@ def front_settings(settings: Settings) -> FrontSettings:
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl_rules,
         shares=settings.share_rules,
+        codec=CODECS[settings.codec],
     )

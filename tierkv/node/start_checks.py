@@ -9,10 +9,12 @@ import socket
 from pathlib import Path
 
 from tierkv.config import Settings
+from tierkv.core.codec_gate import CODECS, RAW, JudgedModel
 from tierkv.errors import ConfigError, StorageError
 from tierkv.node.lock import FileLock, lock_recording
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.purge_record import read_records
+from tierkv.storage.verdicts import judge, read_verdicts
 
 
 def require_purge_records(path: Path) -> None:
@@ -23,6 +25,33 @@ def require_purge_records(path: Path) -> None:
         contextlib.suppress(StorageError),
     ):
         read_records(directory)
+
+
+def require_verdict(settings: Settings) -> list[JudgedModel]:
+    """What evals have said of models, by the limits in force. Raises ConfigError("codec") where the node is to store
+    with loss and no model has passed."""
+    codec = CODECS[settings.codec]
+    if codec == RAW or settings.data_dir is None:
+        return []
+    try:
+        with DataDirectory.open(settings.data_dir, create=False, writable=False) as directory:
+            found = [one for one in read_verdicts(directory) if one.codec == codec]
+    except StorageError as error:
+        raise ConfigError("codec", f"the verdicts in {settings.data_dir} can't be read: {error}") from error
+    judged = [judge(one, settings.eval_limits) for one in found]
+    if not any(not one.problem for one in judged):
+        raise ConfigError("codec", _why_no_model(settings, judged))
+    return judged
+
+
+def _why_no_model(settings: Settings, judged: list[JudgedModel]) -> str:
+    why = f"no model has passed an eval of {settings.codec} in {settings.data_dir}"
+    problems = [f"model {one.weights[:8]}: {one.problem}" for one in judged[:3]]
+    if len(judged) > 3:
+        problems.append(f"and {len(judged) - 3} more")
+    seen = f" ({'; '.join(problems)})" if problems else ""
+    command = f"tierkv eval --model DIR --prompts FILE --data-dir {settings.data_dir}"
+    return f"{why}{seen}; run `{command}`, or serve with codec = raw"
 
 
 def require_metrics_address(settings: Settings) -> None:

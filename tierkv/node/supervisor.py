@@ -20,10 +20,11 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from tierkv.config import Settings
+from tierkv.core.codec_gate import JudgedModel
 from tierkv.core.starts import LastEnd
 from tierkv.errors import ConfigError, DataDirectoryNewer, IncompleteError, TierkvError, WireError
 from tierkv.node.admission import Admission
@@ -71,6 +72,7 @@ from tierkv.node.start_checks import (
     require_metrics_address,
     require_purge_records,
     require_recording,
+    require_verdict,
 )
 from tierkv.node.stop_signals import caught_signals, stop_signals_in
 from tierkv.node.watchdog import Verdict, Watchdog
@@ -88,7 +90,14 @@ PATIENCE_AT_START = 10.0
 DISK_LAST_DELAY_SECONDS = 30.0
 """So long at most a disk tier that can't be used is left alone: its file system may be mounted late."""
 
-MEMORY_ALONE = {"data_dir": None, "nvme_bytes": None, "disk_dir": None, "disk_bytes": None, "read_only": False}
+MEMORY_ALONE = {
+    "data_dir": None,
+    "nvme_bytes": None,
+    "disk_dir": None,
+    "disk_bytes": None,
+    "read_only": False,
+    "codec": "raw",
+}
 
 END_SECONDS = 5.0
 """What the children get, beyond the draining budget, before they are killed."""
@@ -119,6 +128,7 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
     with ExitStack() as owned:
         held: HeldDirectory | None = None
         data_dir_problem = ""
+        judged: list[JudgedModel] = []
         if settings.data_dir is not None and settings.disk_dir is not None:
             require_disk_directory(settings.data_dir, settings.disk_dir)
         if settings.data_dir is not None:
@@ -126,6 +136,8 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
                 taken = HeldDirectory.take(settings.data_dir, settings.lock_wait_seconds, read_only=settings.read_only)
                 held = owned.enter_context(taken)
                 require_purge_records(settings.data_dir)
+                judged = require_verdict(settings)
+                _tell_of_verdicts(judged)
             except DataDirectoryNewer as error:  # after a way back: what memory can do is done without it
                 data_dir_problem = f"no nvme tier: {error}"
                 log.error("%s; serving from memory alone", error)
@@ -150,11 +162,22 @@ def run(settings: Settings, *, say: Callable[[str], None] = _say) -> int:
         owned.callback(sessions.close)
         signals = owned.enter_context(caught_signals())
         recorder = RecorderProcess(settings, recording.fd if recording is not None else -1)
-        supervisor = Supervisor(settings, held, sessions, signals, say, recorder, data_dir_problem=data_dir_problem)
+        supervisor = Supervisor(
+            settings, held, sessions, signals, say, recorder, data_dir_problem=data_dir_problem, judged=judged
+        )
         try:
             return supervisor.serve()
         finally:
             supervisor.kill_all()
+
+
+def _tell_of_verdicts(judged: Sequence[JudgedModel]) -> None:
+    for model in judged:
+        which = f"model {model.weights[:8]}" + (f" with adapter {model.adapter[:8]}" if model.adapter else "")
+        if model.problem:
+            log.warning("%s stays raw: %s", which, model.problem)
+        else:
+            log.info("%s is stored with %s", which, model.codec)
 
 
 class Supervisor:
@@ -171,8 +194,10 @@ class Supervisor:
         recorder: RecorderProcess,
         *,
         data_dir_problem: str = "",
+        judged: Sequence[JudgedModel] = (),
     ) -> None:
         self._settings = settings
+        self._judged = judged
         self._data_dir_problem = data_dir_problem
         self._held = held
         self._retake_due: float | None = None
@@ -312,6 +337,7 @@ class Supervisor:
                 last_end=self._last_end,
                 end_problem=self._end_problem,
                 boot=self._boot,
+                judged=self._judged,
             )
         except ConfigError as error:
             log.error("no new front: %s", error)

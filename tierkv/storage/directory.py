@@ -3,7 +3,7 @@
     DATA/           a node's own
       LOCK          the node's (made before anything else here; a directory with it alone counts as empty)
       FORMAT        store id and format version; made first, renamed into place last
-      models/ tmp/ quarantine/ index/ digests/ purges/ pins/ journal/ starts/
+      models/ tmp/ quarantine/ index/ digests/ purges/ pins/ journal/ starts/ verdicts/
       disk-index/ disk-purges/       where there is, or was, a disk tier
 
     DISK/           of the disk tier; nodes may share it, on one machine or through a file server
@@ -44,6 +44,7 @@ from tierkv.storage.names import (
     QUARANTINE,
     STARTS,
     TEMP,
+    VERDICTS,
     Parts,
 )
 from tierkv.storage.stamp import FORMAT, LOCK, OPEN_FOLDER, Kind, open_root, read_or_make_stamp
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096  # alignment of files, headers and blocks; what O_DIRECT asks for on every device we know
-FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS, JOURNAL, STARTS)
+FOLDERS = (MODELS, TEMP, QUARANTINE, INDEX, DIGESTS, PURGES, PINS, JOURNAL, STARTS, VERDICTS)
 FOLDERS_OF = {Kind.DATA: FOLDERS, Kind.DISK: (MODELS, TEMP, QUARANTINE)}
 """What is made at the start."""
 

@@ -27,6 +27,7 @@ from tierkv.storage.names import (
     QUARANTINE,
     STARTS,
     TEMP,
+    VERDICTS,
     ExtentName,
     Parts,
 )
@@ -48,6 +49,7 @@ _OF_A_FOLDER = {
     PURGES: "descriptions",
     PINS: "descriptions",
     STARTS: "descriptions",
+    VERDICTS: "descriptions",
 }
 
 

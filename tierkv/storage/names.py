@@ -15,7 +15,7 @@ from tierkv.core.identity import GROUP_KEY_BYTES
 from tierkv.core.keys import KEY_BYTES
 
 MODELS, TEMP, QUARANTINE, INDEX, DIGESTS = "models", "tmp", "quarantine", "index", "digests"
-PURGES, PINS, JOURNAL, STARTS = "purges", "pins", "journal", "starts"
+PURGES, PINS, JOURNAL, STARTS, VERDICTS = "purges", "pins", "journal", "starts", "verdicts"
 DISK_INDEX, DISK_PURGES = "disk-index", "disk-purges"  # a node's own, about the disk directory
 EXTENT_SUFFIX = ".kv"
 MAX_RANK = 65_535

@@ -16,7 +16,7 @@ from tierkv.errors import DamagedFile, ForeignFile, StorageError
 from tierkv.storage.catalog import Catalog
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory, Space
 from tierkv.storage.extent_header import open_regular
-from tierkv.storage.names import DIGESTS, DISK_INDEX, DISK_PURGES, JOURNAL, STARTS, TEMP, ExtentName, Parts
+from tierkv.storage.names import DIGESTS, DISK_INDEX, DISK_PURGES, JOURNAL, STARTS, TEMP, VERDICTS, ExtentName, Parts
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
@@ -203,7 +203,7 @@ class HealthWatch:
     def _own_bytes(self) -> int:
         if self._directory.is_shared:
             return 0
-        own = sum(self._folder_bytes((name,)) for name in (DIGESTS, JOURNAL, STARTS))
+        own = sum(self._folder_bytes((name,)) for name in (DIGESTS, JOURNAL, STARTS, VERDICTS))
         return own + self._folder_bytes((DISK_PURGES,), may_lack=True)
 
     def _look_at_room(self) -> Space:
