@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierkv.client.grants import Slots
+from tierkv.client.slots import Slots
 from tierkv.gateway.spans import Writing, read_span
 
 PAGE = 16

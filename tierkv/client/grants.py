@@ -7,94 +7,24 @@ the copy proves that every byte copied was the block's.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierkv.client.buffers import BlockReader, BlockWriter, as_rows, find_runs, slot_rows
+from tierkv.client.buffers import BlockReader, BlockWriter, as_rows
+from tierkv.client.copying import Deliver, copy_in, copy_out, deliver_to
 from tierkv.client.groups import GroupRecord
 from tierkv.client.session import Session
+from tierkv.client.slots import Slots
 from tierkv.core.reasons import Reason
-from tierkv.errors import ForkedClient
 from tierkv.wire.messages import BlockState, LeasePart
 
 if TYPE_CHECKING:
     from tierkv.client.inline import StagedBlocks
 
 _NO_OFFSETS = np.empty(0, np.int64)
-
-
-class Slots:
-    """The slots of a grant in one arena: one for each entry of `offsets`, int64. `generations` are packed, as sent.
-
-    What is done for each grant is done in few steps: behind a copy, which has swept the processor's caches, every call
-    takes microseconds.
-    """
-
-    def __init__(self, session: Session, group: GroupRecord, offsets: np.ndarray, generations: bytes) -> None:
-        arena = session.arena
-        assert arena is not None, "only sessions that map the arena get grants"
-        self.block_bytes = group.block_bytes
-        self.slot_bytes = slot_bytes(group.block_bytes, arena.page_bytes)
-        self.offsets = offsets
-        self.readable = arena.readable
-        self.writable = arena.writable
-        self._granted = generations
-        self._current = arena.generations
-        self._page_bytes = arena.page_bytes
-        self._pid = os.getpid()
-
-    def require_own_process(self) -> Slots:
-        """A forked child hasn't got the memory: it must not even try."""
-        if os.getpid() != self._pid:
-            raise ForkedClient("this grant was made before fork(): its slots are the parent's")
-        return self
-
-    def runs(self, blocks: np.ndarray, memory: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """(first block, rows) of neighbours, where `blocks` numbers the block in each slot."""
-        for start, end in find_runs(blocks, self.offsets[: len(blocks)], self.slot_bytes):
-            rows = slot_rows(
-                memory,
-                int(self.offsets[start]),
-                end - start,
-                slot_bytes=self.slot_bytes,
-                block_bytes=self.block_bytes,
-            )
-            yield int(blocks[start]), rows
-
-    def count_valid(self, first: int = 0, end: int | None = None) -> int:
-        """How many of the slots [first, end), from the first of them, still hold what was granted: what was read from
-        them before is proven."""
-        _fence()
-        current = self._current[self.offsets[first:end] // self._page_bytes]
-        granted = self._granted if not first and end is None else self._granted[8 * first : 8 * (first + len(current))]
-        if current.tobytes() == granted:
-            return len(current)
-        return int(np.argmin(current == np.frombuffer(granted, "<u8")))
-
-
-def slot_bytes(block_bytes: int, page_bytes: int) -> int:
-    return -(-block_bytes // page_bytes) * page_bytes
-
-
-def _fence() -> None:
-    """Keeps the reads of a copy before the reads of the generations that follow.
-
-    x86 does not reorder loads with loads, nor stores with stores, and the node stores the generation first: if a byte
-    we read was a new one, the new generation is there to be read. Elsewhere the machine needs to be told: releasing
-    one lock and taking another is a release followed by an acquire, which no load crosses both ways.
-    """
-    with _BEFORE:
-        pass
-    with _AFTER:
-        pass
-
-
-_BEFORE, _AFTER = threading.Lock(), threading.Lock()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,37 +98,26 @@ class LeaseCore:
         return self._released
 
     def _copy_into(self, destination: Any) -> int:
-        rows = self._destination(destination)
+        target = self._destination(destination)
         slots = self._slots()
         if slots is None:
             return 0
         # What was revoked already isn't copied: the destination keeps what it had there.
         leading = self._numbers[: slots.count_valid()] if self._facts.revocable else self._numbers
-        for first, blocks in slots.runs(leading, slots.readable):
-            if rows is None:
-                destination.write_blocks(first, blocks)
-            else:
-                rows[first : first + len(blocks)] = blocks
-        return min(len(leading), slots.count_valid())
+        copied = copy_out(slots, leading, target)
+        return min(copied, slots.count_valid())
 
-    def _deliver_to(self, destination: Any) -> Callable[[int, np.ndarray], None]:
+    def _deliver_to(self, destination: Any) -> Deliver:
         """Where fetched blocks go."""
-        rows = self._destination(destination)
+        target = self._destination(destination)
         if self._released:
             raise ValueError("lease: it has been released, nothing of it can be fetched any more")
-        if rows is None:
-            write_blocks: Callable[[int, np.ndarray], None] = destination.write_blocks
-            return write_blocks
+        return deliver_to(target)
 
-        def copy(first: int, blocks: np.ndarray) -> None:
-            rows[first : first + len(blocks)] = blocks
-
-        return copy
-
-    def _destination(self, destination: Any) -> np.ndarray | None:
-        """None for one that writes by itself."""
+    def _destination(self, destination: Any) -> np.ndarray | BlockWriter:
+        """As rows, unless it writes by itself."""
         if not isinstance(destination, np.ndarray) and isinstance(destination, BlockWriter):
-            return None
+            return destination
         block_bytes = self._facts.group.block_bytes
         return as_rows(destination, name="destination", block_bytes=block_bytes, blocks=self.blocks, writable=True)
 
@@ -319,19 +238,13 @@ class TicketCore:
     def _copy_from(self, source: Any) -> None:
         slots = self._slots()
         needed = len(self._facts.states)
-        rows = None
         if isinstance(source, np.ndarray) or not isinstance(source, BlockReader):
             block_bytes = self._facts.group.block_bytes
-            rows = as_rows(source, name="source", block_bytes=block_bytes, blocks=needed, writable=False)
+            source = as_rows(source, name="source", block_bytes=block_bytes, blocks=needed, writable=False)
         if slots is None:
             return
-        for first, blocks in slots.runs(self._facts.granted, slots.writable):
-            if rows is None:
-                source.read_blocks(first, blocks)
-            else:
-                start = first - self._facts.first_block
-                blocks[:] = rows[start : start + len(blocks)]
-            self._mark(first, len(blocks))
+        copy_in(slots, self._facts.granted, source, self._facts.first_block)
+        self._written[:] = True
 
     def _mark(self, first: int, count: int) -> None:
         whole = count == len(self._written)

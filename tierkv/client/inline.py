@@ -10,20 +10,19 @@ another tenant's for long.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from tierkv.client.asking import Asking, Failure
 from tierkv.client.breaker import Permit
-from tierkv.client.grants import LeaseFacts, Slots, TicketFacts
+from tierkv.client.copying import Deliver
+from tierkv.client.grants import LeaseFacts, TicketFacts
 from tierkv.client.session import Session
+from tierkv.client.slots import Slots
 from tierkv.client.steps import Verb
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import MAX_PAYLOAD_BYTES, Fetch, FetchReply, Put, Reply, Request
-
-Deliver = Callable[[int, np.ndarray], None]
-"""Takes the number of the first block, and a read-only array [n, block_bytes] that is valid during the call."""
 
 
 class StagedBlocks(Slots):

@@ -8,11 +8,12 @@ import numpy as np
 
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Match, Sealed, reason_of_text
 from tierkv.client.asking import Answer, Failure
-from tierkv.client.grants import LeaseFacts, Slots, TicketFacts, granted_blocks, slot_bytes
+from tierkv.client.grants import LeaseFacts, TicketFacts, granted_blocks
 from tierkv.client.groups import GroupRecord
 from tierkv.client.inline import InlineVerbs, StagedBlocks
 from tierkv.client.prompt import Extras, TokenIds, pack_prompt
 from tierkv.client.session import Session
+from tierkv.client.slots import Slots, slot_bytes
 from tierkv.client.steps import Verb
 from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, TOKEN_BYTES, chain_keys
 from tierkv.core.reasons import Reason

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tierkv.client.grants import Slots
+from tierkv.client.slots import Slots
 
 
 def read_span(slots: Slots, start: int, num_bytes: int, copied: np.ndarray) -> np.ndarray:

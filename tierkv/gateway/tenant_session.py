@@ -15,8 +15,9 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tierkv.client.grants import LeaseFacts, TicketFacts, slot_bytes
+from tierkv.client.grants import LeaseFacts, TicketFacts
 from tierkv.client.groups import GroupRecord
+from tierkv.client.slots import slot_bytes
 from tierkv.gateway.spans import Writing
 from tierkv.gateway.users import User
 from tierkv.node.sessions import Session

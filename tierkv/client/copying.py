@@ -1,0 +1,60 @@
+"""Blocks between the slots of a grant and an engine's memory: what a lease or ticket promises is in grants.py, how its
+bytes are moved is here, in one place for each direction.
+
+The engine's memory is rows of blocks (uint8 [blocks, block_bytes], which may lie apart), or an object that moves blocks
+by itself (BlockWriter, BlockReader). When a function here returns, every copy that it began has completed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierkv.client.buffers import BlockReader, BlockWriter
+
+if TYPE_CHECKING:
+    from tierkv.client.slots import Slots
+
+Deliver = Callable[[int, np.ndarray], None]
+"""Takes the number of the first block, and a read-only array [n, block_bytes] that is valid during the call."""
+
+
+def deliver_to(destination: np.ndarray | BlockWriter) -> Deliver:
+    if not isinstance(destination, np.ndarray):
+        return destination.write_blocks
+
+    def copy(first: int, blocks: np.ndarray) -> None:
+        destination[first : first + len(blocks)] = blocks
+
+    return copy
+
+
+def fill_from(source: np.ndarray | BlockReader, first_block: int) -> Deliver:
+    """The other way: it fills the writable array that it is given. `first_block` is the number of a source's first
+    row."""
+    if not isinstance(source, np.ndarray):
+        return source.read_blocks
+
+    def copy(first: int, blocks: np.ndarray) -> None:
+        start = first - first_block
+        blocks[:] = source[start : start + len(blocks)]
+
+    return copy
+
+
+def copy_out(slots: Slots, numbers: np.ndarray, destination: np.ndarray | BlockWriter) -> int:
+    """Copy the blocks `numbers`, which are in the first slots. How many, from the first, were copied; whether they are
+    what was granted is for the generations to say, which are to be looked at now and not before."""
+    deliver = deliver_to(destination)
+    for first, blocks in slots.runs(numbers, slots.readable):
+        deliver(first, blocks)
+    return len(numbers)
+
+
+def copy_in(slots: Slots, numbers: np.ndarray, source: np.ndarray | BlockReader, first_block: int) -> None:
+    """Fill the slots of the blocks `numbers`."""
+    fill = fill_from(source, first_block)
+    for first, blocks in slots.runs(numbers, slots.writable):
+        fill(first, blocks)

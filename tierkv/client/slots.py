@@ -1,0 +1,83 @@
+"""The slots of a grant, as the process that holds it sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from tierkv.client.buffers import find_runs, slot_rows
+from tierkv.client.groups import GroupRecord
+from tierkv.client.session import Session
+from tierkv.errors import ForkedClient
+
+
+class Slots:
+    """The slots of a grant in one arena: one for each entry of `offsets`, int64. `generations` are packed, as sent.
+
+    What is done for each grant is done in few steps: behind a copy, which has swept the processor's caches, every call
+    takes microseconds.
+    """
+
+    def __init__(self, session: Session, group: GroupRecord, offsets: np.ndarray, generations: bytes) -> None:
+        arena = session.arena
+        assert arena is not None, "only sessions that map the arena get grants"
+        self.block_bytes = group.block_bytes
+        self.slot_bytes = slot_bytes(group.block_bytes, arena.page_bytes)
+        self.offsets = offsets
+        self.readable = arena.readable
+        self.writable = arena.writable
+        self._granted = generations
+        self._current = arena.generations
+        self._page_bytes = arena.page_bytes
+        self._pid = os.getpid()
+
+    def require_own_process(self) -> Slots:
+        """A forked child hasn't got the memory: it must not even try."""
+        if os.getpid() != self._pid:
+            raise ForkedClient("this grant was made before fork(): its slots are the parent's")
+        return self
+
+    def runs(self, blocks: np.ndarray, memory: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(first block, rows) of neighbours, where `blocks` numbers the block in each slot."""
+        for start, end in find_runs(blocks, self.offsets[: len(blocks)], self.slot_bytes):
+            rows = slot_rows(
+                memory,
+                int(self.offsets[start]),
+                end - start,
+                slot_bytes=self.slot_bytes,
+                block_bytes=self.block_bytes,
+            )
+            yield int(blocks[start]), rows
+
+    def count_valid(self, first: int = 0, end: int | None = None) -> int:
+        """How many of the slots [first, end), from the first of them, still hold what was granted: what was read from
+        them before is proven."""
+        _fence()
+        current = self._current[self.offsets[first:end] // self._page_bytes]
+        granted = self._granted if not first and end is None else self._granted[8 * first : 8 * (first + len(current))]
+        if current.tobytes() == granted:
+            return len(current)
+        return int(np.argmin(current == np.frombuffer(granted, "<u8")))
+
+
+def slot_bytes(block_bytes: int, page_bytes: int) -> int:
+    return -(-block_bytes // page_bytes) * page_bytes
+
+
+def _fence() -> None:
+    """Keeps the reads of a copy before the reads of the generations that follow.
+
+    x86 does not reorder loads with loads, nor stores with stores, and the node stores the generation first: if a byte
+    we read was a new one, the new generation is there to be read. Elsewhere the machine needs to be told: releasing
+    one lock and taking another is a release followed by an acquire, which no load crosses both ways.
+    """
+    with _BEFORE:
+        pass
+    with _AFTER:
+        pass
+
+
+_BEFORE, _AFTER = threading.Lock(), threading.Lock()
