@@ -13,6 +13,7 @@ import pytest
 
 from tests.client.conftest import TOKENS, make_identity, poisoned, stamped, store
 from tests.client.fake_node import FakeNode, drop
+from tests.client.test_coded_groups import SHAPE, as_read, coded_identity, raw_rows
 from tests.gateway.gateway_thread import GatewayThread
 from tierkv.client import Client, Group, connect, connect_operator
 from tierkv.client import aio as tierkv_aio
@@ -376,3 +377,17 @@ def test_an_asyncio_commit_that_is_cancelled_among_its_puts_leaves_nothing(
 
     asyncio.run(program())
     assert node.has_no_grants()
+
+
+def test_a_coded_group_is_coded_here_and_the_gateway_moves_what_lies_in_the_slots(
+    client: Client, node: FakeNode
+) -> None:
+    group = client.open(coded_identity(), kv_shape=SHAPE)
+    rows = raw_rows(4)
+    with group.reserve(TOKENS) as ticket:
+        ticket.copy_from(rows)
+        assert ticket.commit().visible == 4
+    back = np.zeros_like(rows)
+    with group.acquire(TOKENS) as lease:
+        assert lease.copy_into(back) == 4
+    assert back.tobytes() == as_read(rows).tobytes()

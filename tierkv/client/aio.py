@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from tierkv.client.aio_links import AsyncLinks
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import DEFAULT_TIMEOUT_SECONDS, make_state
+from tierkv.client.copying import deliver_to
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.operators import (
@@ -52,6 +53,7 @@ from tierkv.client.prompt import Extras, TokenIds
 from tierkv.client.state import ClientState
 from tierkv.client.steps import Verb
 from tierkv.client.verbs import Verbs
+from tierkv.core.codec import KVShape
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
@@ -324,6 +326,7 @@ class Client(Operator):
         manifest: Sequence[ManifestEntry] = (),
         block_bytes: int | None = None,
         persistent: bool = True,
+        kv_shape: KVShape | None = None,
     ) -> Group:
         """As the blocking `Client.open`."""
         record = declare(
@@ -334,6 +337,7 @@ class Client(Operator):
             manifest=tuple(manifest),
             block_bytes=block_bytes,
             persistent=persistent,
+            kv_shape=kv_shape,
         )
         await self._run(self._verbs.open_group(record))
         return Group(record, self)
@@ -475,12 +479,14 @@ class Lease(LeaseCore):
 
     async def copy_into(self, destination: Any) -> int:
         if self._facts.is_inline:
-            deliver = self._deliver_to(destination)
-            return await self._client._run(self._client._verbs.fetch(self._facts, deliver))
-        num_bytes = self.blocks * self._facts.group.block_bytes
-        valid = await _copy(lambda: self._copy_into(destination), num_bytes)
-        if valid < self.blocks:
-            self._client._state.count(Reason.REVOKED)
+            target = self._fetch_target(destination)
+            fetched = await self._client._run(self._client._verbs.fetch(self._facts, deliver_to(target)))
+            valid = self._count_right(target, fetched)
+        else:
+            num_bytes = self.blocks * self._facts.group.raw_block_bytes
+            valid = await _copy(lambda: self._copy_into(destination), num_bytes)
+        if self._came_short(valid):
+            await self._client._run(self._client._verbs.came_short(self._facts))
         return valid
 
     async def release(self) -> None:
@@ -513,7 +519,7 @@ class Ticket(TicketCore):
         self._client = client
 
     async def copy_from(self, source: Any) -> None:
-        await _copy(lambda: self._copy_from(source), len(self._facts.granted) * self._facts.group.block_bytes)
+        await _copy(lambda: self._copy_from(source), len(self._facts.granted) * self._facts.group.raw_block_bytes)
 
     async def commit(self, *, wait: str = CommitWait.VISIBLE) -> Committed:
         wanted = CommitWait(wait)

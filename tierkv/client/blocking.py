@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
+from tierkv.client.copying import deliver_to
 from tierkv.client.endpoint import find_endpoint, find_node_user
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
@@ -50,6 +51,7 @@ from tierkv.client.prompt import Extras, TokenIds
 from tierkv.client.state import ClientState
 from tierkv.client.steps import Verb
 from tierkv.client.verbs import Verbs
+from tierkv.core.codec import KVShape
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
@@ -350,10 +352,13 @@ class Client(Operator):
         manifest: Sequence[ManifestEntry] = (),
         block_bytes: int | None = None,
         persistent: bool = True,
+        kv_shape: KVShape | None = None,
     ) -> Group:
         """The group of `identity`, and this process's rank in it. `block_bytes` is what the engine's buffers really
         hold for a block: LayoutMismatch unless it is what the identity says, or when the node refuses the layout.
-        While the node is away the group is opened with the first call that reaches it."""
+        `kv_shape` says where the numbers stand in them, for a layout that names a codec: its `block_bytes` are then the
+        coded ones, and blocks are coded in `copy_from` and decoded in `copy_into`. While the node is away the group is
+        opened with the first call that reaches it."""
         record = declare(
             identity,
             rank=rank,
@@ -362,6 +367,7 @@ class Client(Operator):
             manifest=tuple(manifest),
             block_bytes=block_bytes,
             persistent=persistent,
+            kv_shape=kv_shape,
         )
         self._run(self._verbs.open_group(record))
         return Group(record, self)
@@ -521,14 +527,18 @@ class Lease(LeaseCore):
     def copy_into(self, destination: Any) -> int:
         """Copy all blocks and tell how many, from the first, are valid. What lies behind those is undefined.
 
-        `destination` is a writable buffer of at least `blocks` times `block_bytes`, or has `write_blocks` (see
-        BlockWriter). Raises LayoutMismatch or ValueError, before anything is copied, where it doesn't fit.
+        `destination` is a writable buffer of at least `blocks` times `raw_block_bytes`, or has `write_blocks` (see
+        BlockWriter). In a group with a codec a block that can't be decoded ends the valid ones (`reason` bad_scale),
+        and the node is told. Raises LayoutMismatch or ValueError, before anything is copied, where it doesn't fit.
         """
         if self._facts.is_inline:
-            return self._client._run(self._client._verbs.fetch(self._facts, self._deliver_to(destination)))
-        valid = self._copy_into(destination)
-        if valid < self.blocks:
-            self._client._state.count(Reason.REVOKED)
+            target = self._fetch_target(destination)
+            fetched = self._client._run(self._client._verbs.fetch(self._facts, deliver_to(target)))
+            valid = self._count_right(target, fetched)
+        else:
+            valid = self._copy_into(destination)
+        if self._came_short(valid):
+            self._client._run(self._client._verbs.came_short(self._facts))
         return valid
 
     def release(self) -> None:
@@ -563,7 +573,8 @@ class Ticket(TicketCore):
 
     def copy_from(self, source: Any) -> None:
         """Write all granted blocks. `source` is a buffer [blocks, block_bytes] whose first row is block `first_block`,
-        or has `read_blocks` (see BlockReader)."""
+        or has `read_blocks` (see BlockReader). In a group with a codec a block with inf or NaN is refused, and with it
+        the ticket: `commit` then publishes nothing (`non_finite`)."""
         self._copy_from(source)
 
     def commit(self, *, wait: str = CommitWait.VISIBLE) -> Committed:

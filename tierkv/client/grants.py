@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierkv.client.buffers import BlockReader, BlockWriter, as_rows
-from tierkv.client.copying import Deliver, copy_in, copy_out, deliver_to
+from tierkv.client.coding import Decoding, Encoding
+from tierkv.client.copying import copy_in, copy_out
 from tierkv.client.groups import GroupRecord
 from tierkv.client.session import Session
 from tierkv.client.slots import Slots
@@ -31,7 +32,8 @@ _NO_OFFSETS = np.empty(0, np.int64)
 class LeaseFacts:
     """What a lease is made from. Without slots (a miss, or another session holds them) there is nothing to copy; unless
     it `is_inline`, and its bytes are to be fetched. `asker` is the session that asked for it, if it was ours; `session`
-    the one that holds `slots`."""
+    the one that holds `slots`. `keys` are known to the one who asked. `bad_block` was found to be damaged when it was
+    decoded."""
 
     group: GroupRecord
     grant: bytes = b""
@@ -47,6 +49,8 @@ class LeaseFacts:
     reason: Reason | None = None
     revocable: bool = False
     is_inline: bool = False
+    keys: bytes = b""
+    bad_block: int | None = None
 
 
 class LeaseCore:
@@ -105,30 +109,46 @@ class LeaseCore:
         # What was revoked already isn't copied: the destination keeps what it had there.
         leading = self._numbers[: slots.count_valid()] if self._facts.revocable else self._numbers
         copied = copy_out(slots, leading, target)
-        return min(copied, slots.count_valid())
+        return self._count_right(target, min(copied, slots.count_valid()))
 
-    def _deliver_to(self, destination: Any) -> Deliver:
+    def _fetch_target(self, destination: Any) -> np.ndarray | BlockWriter:
         """Where fetched blocks go."""
         target = self._destination(destination)
         if self._released:
             raise ValueError("lease: it has been released, nothing of it can be fetched any more")
-        return deliver_to(target)
+        return target
 
     def _destination(self, destination: Any) -> np.ndarray | BlockWriter:
-        """As rows, unless it writes by itself."""
-        if not isinstance(destination, np.ndarray) and isinstance(destination, BlockWriter):
-            return destination
-        block_bytes = self._facts.group.block_bytes
-        return as_rows(destination, name="destination", block_bytes=block_bytes, blocks=self.blocks, writable=True)
+        """As rows, unless it writes by itself; blocks of a coded group are decoded on their way."""
+        group, target = self._facts.group, destination
+        if isinstance(destination, np.ndarray) or not isinstance(destination, BlockWriter):
+            size = group.raw_block_bytes
+            target = as_rows(destination, name="destination", block_bytes=size, blocks=self.blocks, writable=True)
+        return target if group.codec is None else Decoding(group.codec, target)
+
+    def _count_right(self, target: np.ndarray | BlockWriter, valid: int) -> int:
+        """Of so many blocks that are what was granted: how many could be decoded. What could not was stored so. To be
+        asked behind the generations, for what is overwritten while it is decoded looks damaged too."""
+        if not isinstance(target, Decoding):
+            return valid
+        right = target.count_right(valid)
+        if right < valid:
+            self._facts.bad_block, self._facts.reason = right, Reason.BAD_SCALE
+        return right
+
+    def _came_short(self, valid: int) -> bool:
+        """What is missing of a fetched lease was counted while it was fetched."""
+        return self._facts.bad_block is not None or (valid < self.blocks and not self._facts.is_inline)
 
     def raw_views(self) -> list[tuple[int, np.ndarray]]:
         """Raw mode: (first block, read-only view [n, block_bytes] of the arena) of each run of neighbouring slots.
 
         What is read through a view is unproven until `count_valid`, called after the last read has completed, says
         so; and nothing may consume it before. Views are to be dropped before the lease is released: behind that
-        the slots may be overwritten at any time.
+        the slots may be overwritten at any time. Raises ValueError for a group with a codec.
         """
         slots = self._slots()
+        _refuse_coded(self._facts.group, "lease", "copy_into")
         return [] if slots is None else list(slots.runs(self._numbers, slots.readable))
 
     def count_valid(self) -> int:
@@ -167,7 +187,7 @@ class LeaseCore:
 @dataclass(slots=True, kw_only=True)
 class TicketFacts:
     """`granted` numbers the blocks (from token 0) that have a slot, in order. `staged`: they are written there, and
-    sent with the commit."""
+    sent with the commit. `refused_block` can't be coded: nothing of the ticket is published."""
 
     group: GroupRecord
     first_block: int
@@ -178,6 +198,7 @@ class TicketFacts:
     states: bytes = b""
     granted: np.ndarray = field(default_factory=lambda: _NO_OFFSETS)
     reason: Reason | None = None
+    refused_block: int | None = None
 
 
 class TicketCore:
@@ -214,8 +235,9 @@ class TicketCore:
 
     def runs(self) -> Iterator[tuple[int, np.ndarray]]:
         """(first block, writable view [n, block_bytes] of the arena) of neighbouring slots. Whoever is handed a view
-        writes all of it before the commit; it counts as written."""
+        writes all of it before the commit; it counts as written. Raises ValueError for a group with a codec."""
         slots = self._slots()
+        _refuse_coded(self._facts.group, "ticket", "copy_from")
         if slots is None:
             return
         for first, rows in slots.runs(self._facts.granted, slots.writable):
@@ -223,28 +245,43 @@ class TicketCore:
             self._mark(first, len(rows))
 
     def write(self, block_index: int, buffer: Any) -> None:
-        """One granted block, from a buffer of exactly its bytes."""
-        slots = self._slots()
+        """One granted block, from a buffer of exactly its bytes; coded where the group has a codec."""
+        slots, group = self._slots(), self._facts.group
         position = int(np.searchsorted(self._facts.granted, block_index))
         if slots is None or position >= len(self._facts.granted) or self._facts.granted[position] != block_index:
             raise ValueError(f"block {block_index} is not granted by this ticket")
-        rows = as_rows(buffer, name="buffer", block_bytes=slots.block_bytes, blocks=1, writable=False)
+        rows = as_rows(buffer, name="buffer", block_bytes=group.raw_block_bytes, blocks=1, writable=False)
         if len(rows) != 1:
             raise ValueError(f"buffer: {len(rows)} blocks, where one is to be written")
         offset = int(slots.offsets[position])
-        slots.writable[offset : offset + slots.block_bytes] = rows[0]
+        slot = slots.writable[offset : offset + slots.block_bytes]
+        if group.codec is None:
+            slot[:] = rows[0]
+        elif not group.codec.encode(rows, slot[None]):
+            self._refuse(block_index)
         self._written[position] = True
 
     def _copy_from(self, source: Any) -> None:
         slots = self._slots()
         needed = len(self._facts.states)
         if isinstance(source, np.ndarray) or not isinstance(source, BlockReader):
-            block_bytes = self._facts.group.block_bytes
-            source = as_rows(source, name="source", block_bytes=block_bytes, blocks=needed, writable=False)
+            size = self._facts.group.raw_block_bytes
+            source = as_rows(source, name="source", block_bytes=size, blocks=needed, writable=False)
         if slots is None:
             return
-        copy_in(slots, self._facts.granted, source, self._facts.first_block)
+        codec, first = self._facts.group.codec, self._facts.first_block
+        if codec is None:
+            copy_in(slots, self._facts.granted, source, first)
+        else:
+            encoding = Encoding(codec, source, first)
+            copy_in(slots, self._facts.granted, encoding, first)
+            if encoding.refused is not None:
+                self._refuse(encoding.refused)
         self._written[:] = True
+
+    def _refuse(self, block: int) -> None:
+        """A ticket is published whole or not at all."""
+        self._facts.refused_block, self._facts.reason = block, Reason.NON_FINITE
 
     def _mark(self, first: int, count: int) -> None:
         whole = count == len(self._written)
@@ -270,6 +307,11 @@ class TicketCore:
         facts = self._facts
         facts.slots = None
         return facts if facts.session is not None else None
+
+
+def _refuse_coded(group: GroupRecord, what: str, instead: str) -> None:
+    if group.codec is not None:
+        raise ValueError(f"{what}: its slots hold blocks coded as {group.codec.name}, not the engine's; use {instead}")
 
 
 def granted_blocks(states: bytes, first_block: int) -> np.ndarray:

@@ -6,7 +6,8 @@ import struct
 from dataclasses import dataclass, field
 
 from tierkv.client.prompt import Extras, KeyChain, TokenIds, pack_prompt
-from tierkv.core.identity import Identity
+from tierkv.core.codec import BlockCodec, KVShape, codec_of
+from tierkv.core.identity import Identity, Layout
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, chain_keys
 from tierkv.core.tenancy import under_tenant
@@ -17,7 +18,8 @@ from tierkv.wire.messages import MAX_TEXT
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupRecord:
     """`persistent` and `persistence_reason` are the node's word, known once it was opened. `tenant` is the session's,
-    and part of what the keys are rooted in: see `live_under`."""
+    and part of what the keys are rooted in: see `live_under`. `block_bytes` is what a slot holds of a block, coded
+    where there is a `codec`; `raw_block_bytes` what the engine's buffers hold."""
 
     identity: Identity
     rank: int
@@ -28,14 +30,17 @@ class GroupRecord:
     key: bytes = field(init=False)
     block_tokens: int = field(init=False)
     block_bytes: int = field(init=False)
+    raw_block_bytes: int = field(init=False)
     persistent: bool | None = None
     persistence_reason: str = ""
     tenant: str = ""
+    codec: BlockCodec | None = None
 
     def __post_init__(self) -> None:
         self.key = self.identity.group_key()
         self.block_tokens = self.identity.layout.block_tokens
         self.block_bytes = self.identity.layout.total_block_bytes
+        self.raw_block_bytes = self.block_bytes if self.codec is None else sum(self.codec.raw_bytes)
 
     def live_under(self, tenant: str) -> None:
         """Root the keys as the node does for sessions of this tenant. Keys made before find nothing from now on."""
@@ -84,7 +89,13 @@ class GroupCore:
 
     @property
     def block_bytes(self) -> int:
+        """Of a block in its slot: coded, where the layout names a codec."""
         return self._record.block_bytes
+
+    @property
+    def raw_block_bytes(self) -> int:
+        """Of a block in the engine's memory: what `copy_into` and `copy_from` move."""
+        return self._record.raw_block_bytes
 
     @property
     def persistent(self) -> bool | None:
@@ -114,8 +125,11 @@ def declare(
     manifest: tuple[ManifestEntry, ...],
     block_bytes: int | None,
     persistent: bool,
+    kv_shape: KVShape | None = None,
+    moves_coded: bool = False,
 ) -> GroupRecord:
-    """Raises LayoutMismatch where the engine's buffers aren't what the identity says, ConfigError for nonsense."""
+    """Raises LayoutMismatch where the engine's buffers aren't what the identity says, ConfigError for nonsense. Who
+    `moves_coded` is no engine: blocks pass through as they lie in their slots, whatever their codec."""
     if gap := identity.find_gap():
         raise ConfigError(f"identity.{gap[0]}", gap[1])
     layout = identity.layout
@@ -132,16 +146,33 @@ def declare(
         identity.encode()
     except (TypeError, ValueError, struct.error) as error:  # a number for a text, half a character, more than 64 bits
         raise ConfigError("identity", f"can't be made a key of: {error}") from error
-    if block_bytes is not None and block_bytes != layout.total_block_bytes:
-        raise LayoutMismatch("block_bytes", layout.total_block_bytes, block_bytes)
-    return GroupRecord(
+    record = GroupRecord(
         identity=identity,
         rank=rank,
         model_name=_printable("model_name", model_name),
         adapter_name=_printable("adapter_name", adapter_name),
         manifest=manifest,
         wants_persistence=persistent,
+        codec=None if moves_coded else _codec(layout, kv_shape),
     )
+    if block_bytes is not None and block_bytes != record.raw_block_bytes:
+        raise LayoutMismatch("block_bytes", record.raw_block_bytes, block_bytes)
+    return record
+
+
+def _codec(layout: Layout, kv_shape: KVShape | None) -> BlockCodec | None:
+    if not layout.codec:
+        if kv_shape is not None:
+            raise ConfigError("kv_shape", "given, and the layout names no codec; blocks are stored as they are")
+        return None
+    if kv_shape is None:
+        raise ConfigError("kv_shape", f"missing: the layout names the codec {layout.codec!r}, which needs it")
+    if layout.dtype != kv_shape.element:
+        raise LayoutMismatch("dtype", layout.dtype, kv_shape.element)
+    codec = codec_of(layout.codec, kv_shape)
+    if layout.block_bytes != codec.block_bytes:
+        raise LayoutMismatch("block_bytes", layout.block_bytes, codec.block_bytes)
+    return codec
 
 
 def _printable(name: str, text: str) -> str:

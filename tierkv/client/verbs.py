@@ -111,7 +111,7 @@ class Verbs(InlineVerbs):
         # Another process of our rank may be the one that copies: then its part is not ours to read, nor to release.
         is_ours = not holders or Holder(group.rank, answer.session.token) in holders
         facts = self._lease(group, grant, answer, bool(holders), most, is_ours=is_ours)
-        facts.revocable = revocable
+        facts.revocable, facts.keys = revocable, keys
         return facts
 
     def _lease(
@@ -203,6 +203,16 @@ class Verbs(InlineVerbs):
         session = facts.asker
         if session is not None and self._state.hold(session):
             yield from self._give_back(session, Release(id=0, session=session.token, grant=facts.grant))
+
+    def came_short(self, facts: LeaseFacts) -> Verb[None]:
+        """Fewer blocks than were leased could be used. What is damaged is told to the node, by the one who can name
+        it."""
+        if facts.bad_block is None:
+            self._state.count(Reason.REVOKED)
+            return
+        self._state.count(facts.reason)
+        if facts.keys:
+            yield from self.report_bad(facts.group, facts.keys, facts.bad_block)
 
     def report_bad(self, group: GroupRecord, keys: bytes, first_bad: int) -> Verb[Reason | None]:
         blocks = len(keys) // KEY_BYTES
@@ -334,6 +344,10 @@ class Verbs(InlineVerbs):
     def commit(self, facts: TicketFacts, wait: CommitWait) -> Verb[Committed]:
         session = facts.session
         if session is None:
+            return Committed(visible=0, staged=0, reason=facts.reason)
+        if facts.refused_block is not None:
+            yield from self.abort(facts)
+            self._state.count(facts.reason)
             return Committed(visible=0, staged=0, reason=facts.reason)
         ending = Commit(id=0, session=session.token, grant=facts.grant)
         if facts.staged is not None:

@@ -37,6 +37,8 @@ class Reason(StrEnum):
     UNKNOWN_FORMAT = "unknown_format"
     NAME_TAKEN = "name_taken"  # by what is not ours, or (disk tier) another node's extent that goes on otherwise
     REPORTED_BAD = "reported_bad"
+    BAD_SCALE = "bad_scale"  # a coded block with a scale or a number that no coding makes
+    NON_FINITE = "non_finite"  # inf or NaN among the numbers of a block that was to be coded
     # input and output
     IO_ERROR = "io_error"
     DISK_FULL = "disk_full"

@@ -56,6 +56,7 @@ class User:
             manifest=(),
             block_bytes=request.block_bytes,
             persistent=request.persistent,
+            moves_coded=True,
         )
 
     def has_room_for(self, record: GroupRecord) -> bool:
@@ -89,6 +90,7 @@ class User:
             manifest=(),
             block_bytes=None,
             persistent=first.wants_persistence,
+            moves_coded=True,
         )
 
 
