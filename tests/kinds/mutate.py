@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -22,9 +23,10 @@ from rich.table import Table
 
 from tests.kinds.tables import ROOT, Mutation, read_kinds
 
-PROCESSES = 2
-TIMEOUT_SECONDS = 300.0  # for a test, however busy the machine is; pytest ends one that hangs long before
+PROCESSES = 4  # on two processors: some only wait for what never comes in broken code
+TIMEOUT_SECONDS = 600.0  # for a test, however busy the machine is; pytest ends one that hangs long before
 TIMED_OUT = 124
+_numbers = itertools.count(1)
 _COPIED = ("tierkv", "tierkv_cli", "tests", "e2e", "scripts", "conf", "docs", "setup.cfg", "pyproject.toml")
 
 
@@ -115,11 +117,17 @@ def _copy(source: Path, target: Path) -> None:
 
 def _failing_already(clean: Path, tests: set[str]) -> set[str]:
     """Those of `tests` that fail in unchanged code: that they fail says nothing about a mutation."""
-    code, report = _pytest(clean, sorted(tests))
-    if code == 0:
-        return set()
-    suspects = {test for test in tests if _name_in_report(test) in _failed_names(report)} if code == 1 else tests
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        parts = [sorted(tests)[number::PROCESSES] for number in range(PROCESSES)]
+        suspects = [suspect for found in pool.map(lambda part: _suspects(clean, part), parts) for suspect in found]
     return {test for test in suspects if _pytest(clean, [test])[0] != 0}
+
+
+def _suspects(clean: Path, tests: Sequence[str]) -> list[str]:
+    code, report = _pytest(clean, tests) if tests else (0, "")
+    if code == 0:
+        return []
+    return [test for test in tests if code != 1 or _name_in_report(test) in _failed_names(report)]
 
 
 def _try(mutation: Mutation, clean: Path, folder: Path) -> Verdict:
@@ -140,8 +148,7 @@ def _try(mutation: Mutation, clean: Path, folder: Path) -> Verdict:
 
 def _pytest(folder: Path, tests: Sequence[str], **env: str) -> tuple[int, str]:
     """Exit code and report (JUnit XML) of the tests, with the code of `folder`, which comes first on the path."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
+    report = folder / f"report {next(_numbers)}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
     try:
         ended = subprocess.run(

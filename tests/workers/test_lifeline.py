@@ -5,14 +5,23 @@ import queue
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tierkv.workers.lifeline import EXIT_SUPERVISOR_GONE, EXIT_THREAD_DIED, end_with_pipe, start_thread
 
-SECONDS = 10.0
+SECONDS = 20.0
 
 
-def run_python(script: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+@contextmanager
+def run_python(script: str) -> Iterator[subprocess.Popen[str]]:
+    """Killed at the end of the block, should it still run."""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_thread_that_returns_is_no_death() -> None:
