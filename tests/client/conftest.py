@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.client.fake_node import FakeNode
-from tierkv.client import Client, Group, connect
+from tierkv.client import Client, Group, breaker, connect, doubts, prefill_reports
 from tierkv.core.identity import Identity, Layout, Parallel
 
 BLOCK_TOKENS = 4
@@ -71,9 +71,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierkv.client.asking.GRACE_SECONDS", 0.05)
 
 
+PAUSE_FACTOR = 100
+"""By what pauses are longer here than in life: a machine that is busy elsewhere does not get past one by itself."""
+
+
 @pytest.fixture
-def client(node: FakeNode, quick: None) -> Iterator[Client]:
-    with connect(node.directory, timeout_seconds=5) as made:
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a node counts as away, and what is in doubt as under way: over only when a test says so (skip_time)."""
+    for module, name in (
+        (breaker, "FIRST_PAUSE_SECONDS"),
+        (breaker, "LONGEST_PAUSE_SECONDS"),
+        (breaker, "PROBE_SECONDS"),
+        (doubts, "RESEND_SECONDS"),
+        (prefill_reports, "EVERY_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, PAUSE_FACTOR * getattr(module, name))
+
+
+@pytest.fixture
+def client(node: FakeNode, quick: None, long_pauses: None) -> Iterator[Client]:
+    with connect(node.directory, timeout_seconds=20) as made:
         yield made
         assert made.counters.open_grants == 0
 
@@ -103,11 +120,13 @@ class Skip:
 
 
 @pytest.fixture
-def skip_time() -> Callable[[Client, float], None]:
+def skip_time(long_pauses: None) -> Callable[[Client, float], None]:
+    """Seconds as a pause of the product counts them."""
+
     def skip(client: Client, seconds: float) -> None:
         clock = client._state.clock
         if not isinstance(clock, Skip):
             clock = client._state.clock = Skip()
-        clock.seconds += seconds
+        clock.seconds += PAUSE_FACTOR * seconds
 
     return skip

@@ -211,7 +211,7 @@ class FakeNode:
         done: Future[Any] = Future()
         self._commands.put((command, done))
         self._wake.send(b"x")
-        return done.result(10)
+        return done.result(30)
 
     # ---- the thread
 

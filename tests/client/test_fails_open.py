@@ -49,7 +49,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 @pytest.mark.scenario("B259", then="an engine without a node misses quickly")
-def test_without_a_node_every_call_is_a_quick_miss(node_dir: Path) -> None:
+def test_without_a_node_every_call_is_a_quick_miss(node_dir: Path, long_pauses: None) -> None:
     with connect(node_dir) as client:
         assert not client.is_connected()
         assert "session.sock" in client.problem
@@ -134,7 +134,7 @@ def test_a_probe_that_fails_keeps_the_others_out_for_longer(
     assert group.match(TOKENS).reason is None
 
 
-def test_a_supervisor_that_says_nothing_costs_one_deadline(node: FakeNode, quick: None) -> None:
+def test_a_supervisor_that_says_nothing_costs_one_deadline(node: FakeNode, quick: None, long_pauses: None) -> None:
     node.silent_sessions = True
     with connect(node.directory, timeout_seconds=0.05) as client:
         assert client.counters.by_reason == {Reason.DEADLINE: 1}
@@ -221,7 +221,7 @@ def test_a_front_of_another_incarnation_than_the_memory_is_not_believed(node: Fa
             lambda request: HelloReply(id=request.id, protocol=1, incarnation=99, version="", data_dir="", host_bytes=0)
         )
     )
-    with connect(node.directory, timeout_seconds=5) as client:
+    with connect(node.directory, timeout_seconds=20) as client:
         assert client.is_connected()
         assert client.counters.sessions_opened == 2
 

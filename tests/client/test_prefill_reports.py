@@ -116,7 +116,7 @@ def test_many_threads_tell_and_ask_at_once(client: Client, group: Group, node: F
 
 def test_the_asyncio_client_tells_alike(node: FakeNode, quick: None) -> None:
     async def program() -> None:
-        async with await asynchronous.connect(node.directory, timeout_seconds=5) as client:
+        async with await asynchronous.connect(node.directory, timeout_seconds=20) as client:
             group = await client.open(make_identity())
             group.report_prefill(tokens=2_048, first_token=0, seconds=0.5)
             assert (await group.match(TOKENS)).reason is None

@@ -125,7 +125,7 @@ def test_a_call_that_waits_when_the_node_restarts_is_asked_again_at_once(
     thread.start()
     node.wait_for(Acquire)
     node.restart_front(notice=True)
-    thread.join(10)
+    thread.join(30)
     assert leases == [None]
     assert len(node.saw(Acquire)) == 2
 
@@ -137,7 +137,7 @@ def test_a_call_that_waits_when_the_node_dies_is_a_miss_at_once(node: FakeNode, 
     thread.start()
     node.wait_for(Acquire)
     node.go()
-    thread.join(10)
+    thread.join(30)
     assert reasons == [Reason.NODE_AWAY]
 
 
@@ -148,7 +148,7 @@ def test_all_threads_come_back_over_one_new_session(node: FakeNode, client: Clie
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert reasons == [None] * 8
     assert client.counters.sessions_opened == 2
 

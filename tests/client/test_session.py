@@ -40,7 +40,7 @@ def server(
         with connection:
             connection.recv(65_536)
             if answers is not None:
-                answers.wait(10)
+                answers.wait(30)
             descriptors = [os.memfd_create("memory") for _ in range(num_descriptors)]
             try:
                 if packet:
@@ -58,7 +58,7 @@ def server(
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
         yield heard
-        thread.join(10)
+        thread.join(30)
 
 
 def attempt(directory: Path) -> Refusal:

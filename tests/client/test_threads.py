@@ -55,7 +55,7 @@ def test_closing_does_not_wait_for_calls_under_way_and_leaves_nothing_open(node:
         thread.start()
         node.wait_for(Match)
         client.close()
-        thread.join(10)
+        thread.join(30)
     assert reasons == [Reason.NODE_AWAY]
 
 

@@ -64,7 +64,7 @@ def test_a_node_that_is_gone_altogether_is_noticed_too(node: FakeNode, client: C
 
 def test_a_closed_client_leaves_no_thread(node: FakeNode) -> None:
     before = watches()
-    with connect(node.directory, timeout_seconds=5) as client:
+    with connect(node.directory, timeout_seconds=20) as client:
         client.open(make_identity())
         assert watches() == before + 1
     assert watches() == before
@@ -89,17 +89,17 @@ def test_a_session_that_nobody_knows_any_more_is_not_kept_by_its_watch(node: Fak
 
 
 def test_an_operator_has_no_memory_to_watch(node: FakeNode) -> None:
-    with connect_operator(node.directory, timeout_seconds=5) as operator:
+    with connect_operator(node.directory, timeout_seconds=20) as operator:
         assert operator.is_connected()
         assert watches() == 0
 
 
 def test_an_idle_client_of_asyncio_does_the_same(node: FakeNode) -> None:
     async def idle() -> None:
-        async with await aio.connect(node.directory, timeout_seconds=5) as client:
+        async with await aio.connect(node.directory, timeout_seconds=20) as client:
             await client.open(make_identity())
             node.restart_front(notice=True)
-            deadline = time.monotonic() + 5.0
+            deadline = time.monotonic() + 20.0
             while not has_detached(node, [1]):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.002)

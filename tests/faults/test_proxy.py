@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import TOKENS, impatient, make_identity, poisoned, skip_time, stamped, store
+from tests.client.conftest import TOKENS, impatient, long_pauses, make_identity, poisoned, skip_time, stamped, store
 from tests.client.fake_node import FakeNode
 from tests.client.test_watch import has_detached, soon
 from tests.faults.proxy import Fault, MessageCutter, Proxy, Way
@@ -19,7 +19,7 @@ from tierkv.client import Client, aio, connect
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import Match, Release
 
-__all__ = ["skip_time"]
+__all__ = ["long_pauses", "skip_time"]
 
 SkipTime = Callable[[Client, float], None]
 

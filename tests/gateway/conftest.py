@@ -17,6 +17,11 @@ from tierkv.client import Client, Group, connect
 __all__ = ["node", "node_dir", "quick", "skip_time"]
 
 
+@pytest.fixture
+def long_pauses() -> None:
+    """Not here: a gateway looks for its node in a thread of its own, and its pauses are real."""
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, an answer of the node that comes is not taken for one that doesn't."""
