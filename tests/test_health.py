@@ -83,12 +83,12 @@ def test_the_endpoint_serves_health_beside_metrics() -> None:
     found = snapshot(problems=("something",))
     with MetricsEndpoint("127.0.0.1", 0, lambda: found) as endpoint:
         address = f"http://127.0.0.1:{endpoint.port}"
-        with urllib.request.urlopen(f"{address}/livez", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}/livez", timeout=30) as answer:
             assert answer.status == 200
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{address}/healthz", timeout=10)
+            urllib.request.urlopen(f"{address}/healthz", timeout=30)
         with refused.value as error:
             assert error.code == 503
             assert json.loads(error.read())["problems"] == ["something"]
-        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
             assert b"tierkv_healthy 0.0" in answer.read()

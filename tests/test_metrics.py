@@ -197,10 +197,10 @@ def test_the_endpoint_serves_what_read_gives_at_each_scrape_and_is_gone_after_cl
     with MetricsEndpoint("127.0.0.1", 0, lambda: Snapshot(version="1", sessions=next(asked))) as endpoint:
         port = endpoint.port
         for expected in (5, 8):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
                 assert parsed(answer.read().decode())["tierkv_sessions", ()] == expected
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
 def test_the_page_is_what_the_table_says():

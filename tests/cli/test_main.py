@@ -103,7 +103,7 @@ def test_no_node_is_exit_code_5_with_the_path_and_what_to_do(tierkv, node):
 def python(program: str, *arguments: str, **more) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
-    return subprocess.run(command, check=False, text=True, timeout=30, **streams)
+    return subprocess.run(command, check=False, text=True, timeout=50, **streams)
 
 
 def test_help_is_quick_and_imports_nothing_heavy():

@@ -20,7 +20,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wait(child: Child) -> str:
     poll = select.poll()
     poll.register(child.pidfd, select.POLLIN)
-    assert poll.poll(10_000), "it did not end"
+    assert poll.poll(30_000), "it did not end"
     ended = child.reap()
     assert ended is not None
     return ended
@@ -79,7 +79,7 @@ def test_a_child_ends_when_its_parent_is_killed(modules: Path) -> None:
     assert poll.poll(100) == []
     parent.kill()
     parent.wait()
-    assert poll.poll(10_000), "the child outlived its parent"
+    assert poll.poll(30_000), "the child outlived its parent"
     os.close(child)
     os.close(reading)
 

@@ -43,7 +43,7 @@ def peer(folder: Path, router: Router) -> Iterator[zmq.Socket[bytes]]:
         yield peer
 
 
-def poll(router: Router, timeout_seconds: float = 5.0) -> bool:
+def poll(router: Router, timeout_seconds: float = 20.0) -> bool:
     """Whether a request came in time; lets peers in meanwhile, as the front's loop does."""
     poller = zmq.Poller()
     poller.register(router.socket, zmq.POLLIN)
@@ -168,9 +168,9 @@ def test_a_scrape_gets_the_counts_of_the_moment_from_the_loop() -> None:
     found: list[Snapshot] = []
     endpoint = threading.Thread(target=lambda: found.append(scrape.read()))
     endpoint.start()
-    assert select.select([scrape], [], [], 5.0)[0]
+    assert select.select([scrape], [], [], 20.0)[0]
     scrape.serve(lambda: Snapshot(version="new"))
-    endpoint.join(5.0)
+    endpoint.join(20.0)
     assert [one.version for one in found] == ["new"]
     scrape.close()
 

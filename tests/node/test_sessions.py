@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ from tierkv.wire.session import (
 )
 
 INCARNATION = 7
+PATIENCE_SECONDS = 20.0
 E = TypeVar("E", bound=Event)
 
 CONNECT_AND_WAIT = """
@@ -94,7 +96,7 @@ class Served:
 
     def connect(self) -> socket.socket:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        client.settimeout(5)
+        client.settimeout(PATIENCE_SECONDS)
         client.connect(self.path)
         return client
 
@@ -102,7 +104,8 @@ class Served:
         """The next event of this kind, granting what asks on the way."""
         poll = select.poll()
         poll.register(self.sessions.fileno(), select.POLLIN)
-        while poll.poll(5000):
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and poll.poll(left * 1_000):
             for event in self.sessions.poll():
                 self.events.append(event)
                 if grants and isinstance(event, Asked):
@@ -148,7 +151,7 @@ def let_die(child: subprocess.Popen[bytes]) -> None:
     assert child.stdin is not None
     child.stdin.write(b"\n")
     child.stdin.flush()
-    child.wait(5)
+    child.wait(PATIENCE_SECONDS)
 
 
 def say(client: socket.socket, message: SessionMessage) -> None:

@@ -71,7 +71,7 @@ class Story:
             self._thread = threading.Thread(target=self._go_on)
             self._thread.start()
         elif self._thread is not None:
-            self._thread.join(5)
+            self._thread.join(30)
 
     def _go_on(self) -> None:
         try:
@@ -81,7 +81,7 @@ class Story:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)  # between two looks at a condition that has a deadline
@@ -149,7 +149,7 @@ def test_metrics_are_served_where_a_port_is_given(settings: Callable[..., Settin
     pages: list[bytes] = []
 
     def scrape() -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             while part := client.recv(65536):
                 pages.append(part)

@@ -49,7 +49,7 @@ class Desk:
     def start(self) -> WorkerStarted:
         """One is begun, and told of."""
         self.watch.start_if_due(self.incarnation, self.now)
-        found = self.front.wait(5.0)
+        found = self.front.wait(20.0)
         assert found is not None
         message, descriptors = found
         assert isinstance(message, WorkerStarted)
@@ -61,7 +61,7 @@ class Desk:
         poll = select.poll()
         for fd in self.watch.pidfds():
             poll.register(fd, select.POLLIN)
-        assert poll.poll(10_000), "it did not end"
+        assert poll.poll(30_000), "it did not end"
         return self.watch.reap(self.now, is_stopping=is_stopping)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def script(name: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "scripts" / name), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30, env=os.environ | env)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=50, env=os.environ | env)
 
 
 @pytest.mark.parametrize("name", ["setup", "test", "check", "mutate"])

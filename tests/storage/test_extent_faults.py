@@ -188,7 +188,7 @@ def test_an_error_while_one_piece_is_hashed_waits_for_the_hashing(
     def slow(function: object, *args: object) -> object:
         def work() -> None:
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(30)
             function(*args)  # type: ignore[operator]
             finished.set()
 
@@ -197,7 +197,7 @@ def test_an_error_while_one_piece_is_hashed_waits_for_the_hashing(
     monkeypatch.setattr(directory.hashers, "submit", slow)
 
     def fail(fd: int, views: list[memoryview], offset: int) -> int:
-        assert begun.wait(10)
+        assert begun.wait(30)
         go_on.set()
         raise OSError(errno.EIO, "Input/output error")
 

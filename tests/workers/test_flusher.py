@@ -13,7 +13,7 @@ from tierkv.storage.names import Parts
 from tierkv.storage.system_calls import Failure
 from tierkv.workers.flusher import Flusher
 
-SECONDS = 10.0
+SECONDS = 20.0
 
 
 class Disk:

@@ -13,7 +13,7 @@ from tierkv.storage.index_row import IndexedFile, Namespace
 from tierkv.workers import index_writer
 from tierkv.workers.index_writer import IndexWriter
 
-SECONDS = 10.0
+SECONDS = 20.0
 HOME = Namespace("ab" * 32, b"g" * 32, 0)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierkv.workers.key_queue import FAIR_TURN, KeyOrder, KeyQueue, Operation, Urgency
 
-SECONDS = 10.0
+SECONDS = 20.0
 
 
 def void(_: object) -> None:
