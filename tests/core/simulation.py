@@ -12,6 +12,7 @@ from functools import cached_property
 
 import msgspec
 
+from tierkv.core.addresses import pool_bases
 from tierkv.core.grants import (
     GRANTED,
     Committed,
@@ -25,11 +26,14 @@ from tierkv.core.grants import (
 )
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import (
+    CopyDone,
     Demote,
+    Download,
     ExtentRow,
     ForgetPin,
     GroupFound,
     Instruction,
+    OnDevice,
     OpenNamespace,
     OpFailed,
     PinForgotten,
@@ -54,6 +58,7 @@ from tierkv.core.instructions import (
     SweepPurge,
     Swept,
     Touch,
+    Upload,
     Write,
     WriteDone,
     Zero,
@@ -69,6 +74,7 @@ FILE_HEADER_BYTES = 2 * PAGE  # of the tiny extents here
 
 Stamp = tuple[bytes, int]
 FileName = tuple[bytes, int, bytes]  # group, rank, key
+DeviceOp = Upload | Download | Zero
 FileOp = Write | Read | Demote | Remove | SetAside | SweepPurge | Zero
 
 
@@ -428,6 +434,72 @@ class Worker:
         return RemoveDone(op.op)
 
 
+class DeviceWorker:
+    """Of one device: copies between the arena and its pool, whose slots are in the same dictionary by their address."""
+
+    def __init__(self, memory: Arena, base: int, num_bytes: int) -> None:
+        self.memory = memory
+        self.base = base
+        self.num_bytes = num_bytes
+        self.is_up = False
+        self.waiting: list[DeviceOp] = []
+        self.unheard: list[tuple[DeviceOp, Report]] = []  # done, and the core doesn't know
+
+    def take(self, instruction: object) -> None:
+        assert self.is_up, f"nobody is there to take {instruction}"
+        assert isinstance(instruction, (Upload, Download, Zero)), f"the worker of a device knows no {instruction!r}"
+        if isinstance(instruction, (Upload, Download)):
+            assert all(0 <= slot < self.num_bytes for slot in instruction.slots), "beyond the pool"
+            assert len(instruction.slots) == len(instruction.host) > 0
+        self.waiting.append(instruction)
+
+    def run(self, op: DeviceOp, failure: Reason | None = None) -> None:
+        """Do it, or fail: then what it was to write holds anything."""
+        self.waiting.remove(op)
+        self._do(op, "half copied" if failure is not None else None)
+        report: Report = OpFailed(op.op, failure) if failure is not None else CopyDone(op.op, 0.01)
+        self.unheard.append((op, Zeroed(op.op) if isinstance(op, Zero) else report))
+
+    def run_all(self) -> None:
+        while self.waiting:
+            self.run(self.waiting[0])
+
+    def scribble(self) -> None:
+        """Copies in progress have filled their slots with half of something."""
+        for op in self.waiting:
+            if not isinstance(op, Zero):
+                self._do(op, "half copied")
+
+    def _do(self, op: DeviceOp, instead: str | None) -> None:
+        if isinstance(op, Zero):
+            for offset, size in op.ranges:
+                self.memory.zero(self.base + offset, size)
+            return
+        pool = [self.base + slot for slot in op.slots]
+        source, target = (op.host, pool) if isinstance(op, Upload) else (pool, op.host)
+        content = self.memory.read(source) if instead is None else [instead] * len(source)
+        self.memory.write(target, content)
+
+    def slots_in_use(self) -> set[int]:
+        """Addresses that a copy may still touch, for all the core can know."""
+        pages: set[int] = set()
+        for op in [*self.waiting, *(op for op, _ in self.unheard)]:
+            if isinstance(op, Zero):
+                pages.update(
+                    self.base + page for offset, size in op.ranges for page in range(offset, offset + size, PAGE)
+                )
+            else:
+                pages.update([*op.host, *(self.base + slot for slot in op.slots)])
+        return pages
+
+    def die(self) -> None:
+        """Proven dead, and its memory with it."""
+        self.waiting.clear()
+        self.unheard.clear()
+        self.memory.zero(self.base, self.num_bytes)
+        self.is_up = False
+
+
 class Bench:
     """A CacheState with everything around it, for tests that tell a story. Time stands still until `tick`."""
 
@@ -446,6 +518,7 @@ class Bench:
         auto_pin_share: float = 0.0,
         shares: tuple[tuple[str, float], ...] = (),
         policy: str = "density",
+        device_slots: tuple[int, ...] = (),
     ) -> None:
         self.now = 1_000.0
         self.limits = Limits(
@@ -462,6 +535,7 @@ class Bench:
             auto_pin_share=auto_pin_share,
             shares=shares,
             policy=policy,
+            device_bytes=tuple(slots * PAGE for slots in device_slots),
         )
         self.spec = make_group(ranks=ranks, block_tokens=block_tokens, persistent=persistent)
         self.disk = disk if disk is not None else Disk()
@@ -472,11 +546,19 @@ class Bench:
     def start(self, order: Sequence[FileName] | None = None, *, resume_failure: Reason | None = None) -> None:
         """A new incarnation on the same disk."""
         self.arena = Arena()
-        self.generations = [0] * (self.limits.host_bytes // PAGE)
+        limits = self.limits
+        *bases, end = pool_bases(limits.host_bytes, limits.slab_bytes, limits.device_bytes)
+        self.generations = [0] * (end // PAGE)
         self.state = CacheState(self.limits, self.generations)
         self.worker = Worker(self.arena, self.disk)
+        self.devices = [
+            DeviceWorker(self.arena, base, size) for base, size in zip(bases, limits.device_bytes, strict=True)
+        ]
         self.notices: list[object] = []
         self.state.open_session(b"engine", self.now)
+        for device, worker in enumerate(self.devices):
+            self.absorb(self.state.device_worker_started(device, worker.num_bytes, self.now))
+            worker.is_up = True
         self.absorb(self.state.open_group(self.spec, self.now))
         if self.limits.nvme_bytes:
             self.absorb(self.state.worker_started(self.now))
@@ -487,6 +569,8 @@ class Bench:
         for effect in effects:
             if isinstance(effect, Instruction):
                 self.worker.take(effect)
+            elif isinstance(effect, OnDevice):
+                self.devices[effect.device].take(effect.instruction)
             else:
                 self.notices.append(effect)
         self.state.check()
@@ -496,6 +580,19 @@ class Bench:
         while self.worker.waiting or self.worker.unheard:
             self.worker.run_all()
             self.hear()
+
+    def copy(self) -> None:
+        """The workers of the devices do all there is, and are heard."""
+        while any(worker.waiting or worker.unheard for worker in self.devices):
+            for device, worker in enumerate(self.devices):
+                worker.run_all()
+                while worker.unheard:
+                    self.absorb(self.state.device_report(device, worker.unheard.pop(0)[1], self.now))
+
+    def lose_device(self, device: int = 0) -> None:
+        """Its worker dies; what its pool held is lost."""
+        self.devices[device].die()
+        self.absorb(self.state.device_worker_died(device, self.now))
 
     def hear(self) -> None:
         while self.worker.unheard:
@@ -518,7 +615,14 @@ class Bench:
         return match.blocks, match.host_blocks
 
     def reserve(
-        self, prompt: Prompt, *, rank: int = 0, first: int = 0, session: bytes = b"engine", grant: bytes | None = None
+        self,
+        prompt: Prompt,
+        *,
+        rank: int = 0,
+        first: int = 0,
+        session: bytes = b"engine",
+        grant: bytes | None = None,
+        on_device: bool = False,
     ) -> Reservation | Refused:
         answer, effects = self.state.reserve(
             grant=grant or self.grant(),
@@ -529,6 +633,7 @@ class Bench:
             keys=prompt.keys,
             first=first,
             tokens=prompt.tokens_from(first),
+            on_device=on_device,
             now=self.now,
         )
         self.absorb(effects)
@@ -543,9 +648,11 @@ class Bench:
         self.absorb(effects)
         return answer
 
-    def store(self, prompt: Prompt, *, rank: int = 0, first: int = 0) -> Reservation:
-        """Reserve, write, commit: what was granted is stored."""
-        ticket = self.reserve(prompt, rank=rank, first=first)
+    def store(
+        self, prompt: Prompt, *, rank: int = 0, first: int = 0, session: bytes = b"engine", on_device: bool = False
+    ) -> Reservation:
+        """Reserve, write, commit: what was granted is stored, on a device once it was copied from there."""
+        ticket = self.reserve(prompt, rank=rank, first=first, session=session, on_device=on_device)
         assert isinstance(ticket, Reservation)
         self.fill(prompt, ticket, rank=rank, first=first)
         if ticket.offsets:
@@ -581,6 +688,7 @@ class Bench:
         max_blocks: int = 1 << 16,
         revocable: bool = False,
         session: bytes = b"engine",
+        on_device: bool = False,
     ) -> Lease | Waiting | Refused:
         answer, effects = self.state.acquire(
             grant=self.grant(),
@@ -591,15 +699,17 @@ class Bench:
             max_blocks=max_blocks,
             deadline=self.now + seconds,
             revocable=revocable,
+            on_device=on_device,
             now=self.now,
         )
         self.absorb(effects)
         return answer
 
-    def load(self, prompt: Prompt, *, ranks: Sequence[int] = (0,)) -> Lease:
-        """A lease, the worker having done what it waited for. Its blocks carry their stamps."""
-        answer = self.acquire(prompt, ranks=ranks)
+    def load(self, prompt: Prompt, *, ranks: Sequence[int] = (0,), on_device: bool = False) -> Lease:
+        """A lease, the workers having done what it waited for. Its blocks carry their stamps."""
+        answer = self.acquire(prompt, ranks=ranks, on_device=on_device)
         if isinstance(answer, Waiting):
+            self.copy()
             self.work()
             answer = self.ready()
         assert isinstance(answer, Lease)
@@ -659,11 +769,11 @@ class Bench:
 
     def host_used(self) -> int:
         """Slots in use."""
-        host = self.state.tiers()[0]
+        (host,) = [tier for tier in self.state.tiers() if tier.tier == "host"]
         return (host.used_bytes + host.reserved_bytes) // PAGE
 
     def nvme_used(self) -> int:
-        nvme = self.state.tiers()[1]
+        (nvme,) = [tier for tier in self.state.tiers() if tier.tier == "nvme"]
         return nvme.used_bytes + nvme.reserved_bytes
 
 

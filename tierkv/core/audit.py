@@ -40,10 +40,16 @@ def _require(condition: bool, story: str) -> None:
 
 
 def _owned_slots(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> Iterator[tuple[int, str]]:
-    for ticket in ledger.tickets.values():
+    for ticket in ledger.writers():
         yield from ((slot, f"ticket {ticket.grant.hex()}") for slot in ticket.offsets)
     for block in ledger.staged.values():
         yield from ((slot, f"staged {block.key[:4].hex()}") for slot in block.slots.values())
+    yield from ((twin, f"beside {slot}") for slot, twin in ledger.devices.twins.items())
+    yield from ledger.devices.owned_by_extents()
+    yield from cascade.devices.slots()
+    for pool in ledger.devices.pools:
+        for wipe in cascade.devices.wipes(pool.device):
+            yield from ((slot, f"a wipe of device {pool.device}") for slot in wipe.slots)
     for extent in _all_extents(ledger, cascade):
         for slots in extent.slots:
             yield from ((slot, repr(extent)) for slot in slots)
@@ -57,7 +63,7 @@ def _owned_slots(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> Iterator[t
 def _all_extents(ledger: Ledger, cascade: Cascade) -> set[Extent]:
     """Those in the tree, and those that left it while an operation or a grant still knows them."""
     extents = set(ledger.tree) | cascade.extents_in_operations()
-    for ticket in ledger.tickets.values():
+    for ticket in ledger.writers():
         extents.update(ticket.path)
     for lease in ledger.leases.values():
         extents.update(segment.extent for segment in lease.path)
@@ -69,11 +75,21 @@ def _check_slots(ledger: Ledger, cascade: Cascade, wiping: Wiping) -> None:
     for slot, owner in _owned_slots(ledger, cascade, wiping):
         _require(slot not in owners, f"slot {slot} belongs to {owner} and to {owners.get(slot)}")
         owners[slot] = owner
-    used = ledger.pool.used_slots()
+    alone = ledger.devices.twins.keys() - _slots_with_twins(ledger)
+    _require(not alone, f"slots beside {alone}, which no ticket and no staged block has")
+    used = ledger.pool.used_slots().union(
+        *(pool.slots.used_slots() for pool in ledger.devices.pools if pool.slots is not None)
+    )
     _require(owners.keys() == used, f"slots without owner {used - owners.keys()}, not in use {owners.keys() - used}")
     _require(ledger.pool.used_bytes <= ledger.pool.limit_bytes, "host memory beyond its limit")
     wiped = sum(wipe.num_bytes for wipe in wiping.all())
     _require(ledger.wiping_bytes == wiped, f"{ledger.wiping_bytes} bytes being wiped counted, {wiped} there")
+
+
+def _slots_with_twins(ledger: Ledger) -> set[int]:
+    """Host slots that may have one beside them."""
+    of_tickets = (slot for ticket in ledger.writers() for slot in ticket.offsets)
+    return {*of_tickets, *(slot for block in ledger.staged.values() for slot in block.slots.values())}
 
 
 def _check_homes(ledger: Ledger) -> None:
@@ -168,6 +184,7 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
         extents[extent.group] += 1
         blocks[extent.group] += extent.num_blocks
         host[extent.group] += sum(map(len, extent.slots))
+    _check_devices(ledger)
     for key, group in ledger.groups.items():
         _require(group.extents == extents[key], f"{group.extents} extents counted, {extents[key]} there")
         _require(group.blocks == blocks[key], f"{group.blocks} blocks counted, {blocks[key]} there")
@@ -177,7 +194,7 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
         on_nvme = sum(map(cascade.nvme.staying_bytes_of, its))
         on_disk = sum(map(cascade.disk.staying_bytes_of, its))
         in_host = sum(group.host_slots * group.slot_bytes for group in its)
-        for ticket in ledger.tickets.values():
+        for ticket in ledger.writers():
             group = ledger.groups[ticket.group]
             in_host += len(ticket.offsets) * group.slot_bytes if group.share is share else 0
         found = (share.host_bytes, share.nvme_bytes, share.disk_bytes)
@@ -191,6 +208,34 @@ def _check_sums(ledger: Ledger, cascade: Cascade) -> None:
         _check_room(cascade, cascade.nvme, any(cascade.nvme_eviction.may_go_now(e, 0.0) for e in ledger.tree))
     if ledger.has_disk:
         _check_room(cascade, cascade.disk, any(map(ledger.may_leave_disk, ledger.tree)))
+
+
+def _check_devices(ledger: Ledger) -> None:
+    books = ledger.devices
+    slots: Counter[bytes] = Counter()
+    kids: Counter[tuple[Branch, int]] = Counter()
+    by_device: Counter[int] = Counter()
+    for extent, own in books.copies.items():
+        _require(extent.in_tree and bool(own) and all(own.values()), f"on a device, and not to be found: {extent!r}")
+        size = ledger.group_of(extent).slot_bytes
+        for (device, rank), there in own.items():
+            _require(len(there) <= extent.num_blocks, f"more slots of rank {rank} on a device than blocks: {extent!r}")
+            _require(all(map(books.pools[device].holds, there)), f"slots of another pool: {extent!r}")
+            slots[extent.group] += len(there)
+            by_device[device] += len(there) * size
+        for device in {device for device, _ in own}:
+            if extent.above is not None:
+                kids[extent.above, device] += 1
+            order = books.order(device, size, pinned=ledger.pinned(extent))
+            may_go = books.floor(extent, device) is not None
+            _require(may_go == (extent in order), f"on offer on device {device} is not {may_go}: {extent!r}")
+    _require(books.kids == kids, f"kids on devices: {books.kids} counted, {kids} there")
+    for key, group in ledger.groups.items():
+        _require(group.gpu_slots == slots[key], f"{group.gpu_slots} slots on devices counted, {slots[key]} there")
+    for pool in books.pools:
+        counted, used = pool.resident_bytes, 0 if pool.slots is None else pool.slots.used_bytes
+        _require(counted == by_device[pool.device], f"{counted} bytes on device {pool.device}, of {by_device}")
+        _require(used <= pool.capacity_bytes, f"device {pool.device} beyond its capacity")
 
 
 def _check_room(cascade: Cascade, files: TierFiles, may_any_go: bool) -> None:
@@ -219,11 +264,12 @@ def _check_grants(ledger: Ledger) -> None:
         _require(state.held_bytes == held[session], f"session holds {held[session]} bytes, {state.held_bytes} counted")
     for extent in ledger.tree:
         for who in extent.holds:
-            is_known = not isinstance(who, bytes) or who in ledger.leases or who in ledger.tickets
+            is_known = not isinstance(who, bytes) or who in ledger.leases or ledger.writer(who) is not None
             _require(is_known, f"held by a grant that is over: {extent!r}")
     for rank, writing in ledger.writing.items():
         for key, grant in writing.items():
-            is_live = grant in ledger.tickets and not ledger.tickets[grant].purged
+            writer = ledger.writer(grant)
+            is_live = writer is not None and not writer.purged
             _require(is_live, f"rank {rank} of {key[:4].hex()} is being written by nobody")
 
 

@@ -9,7 +9,7 @@ blocks are read back. The workers carry it out and report. All ranks of an exten
     Demotions      NVMe -> disk tier                    Reads        files -> host memory
     DiskEviction   who leaves the disk tier             Losses       what goes from every tier at once
     FoundOnDisk    what other nodes put there           Changes      who is to be told
-    BreakEven      what is worth reading from disk
+    BreakEven      what is worth reading from disk    DeviceTier   the pools of GPUs, above host memory
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tierkv.core.admission import Admission
 from tierkv.core.break_even import BreakEven
 from tierkv.core.changes import Changes
 from tierkv.core.demotions import Demotions
+from tierkv.core.device_tier import DeviceTier
 from tierkv.core.disk_eviction import DiskEviction
 from tierkv.core.extent import Extent
 from tierkv.core.found_on_disk import FoundOnDisk
@@ -63,6 +64,7 @@ class Cascade:
         self.reads = Reads(ledger, nvme, disk, self._host, self.losses, changes, next_op)
         self.break_even = BreakEven(ledger, disk, self.reads)
         self.found = FoundOnDisk(ledger, disk, nvme, self.disk_eviction, self.demotions, self.losses, changes)
+        self.devices = DeviceTier(ledger, changes, next_op)
         self.demotions.lose_source = self.losses.source_is_damaged
         self.demotions.on_files = self.found.demoted
 
@@ -246,6 +248,9 @@ class Cascade:
         return self.reads.slots()
 
     def extents_in_operations(self) -> set[Extent]:
+        return self.extents_with_moving_files() | self.devices.extents()
+
+    def extents_with_moving_files(self) -> set[Extent]:
         return self.nvme.extents_in_operations() | self.disk.extents_in_operations() | self.reads.extents()
 
     def staying_bytes_of(self, group: Group) -> tuple[int, int]:

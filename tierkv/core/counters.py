@@ -44,6 +44,11 @@ class Counters:
     stale_staged_blocks: int = 0
     worker_deaths: int = 0
     disk_worker_deaths: int = 0
+    device_worker_deaths: int = 0
+    landed_blocks: int = 0  # stored on a device, and copied into host memory
+    dropped_landings: Counter[str] = field(default_factory=Counter)  # blocks that did not get there, by reason
+    uploaded_blocks: int = 0  # copied from host memory to a device
+    failed_copies: Counter[str] = field(default_factory=Counter)  # between host memory and a device, by reason
     purges: int = 0
     purged_blocks: int = 0
-    wiped_bytes: int = 0  # of host memory, zeroed because of purges
+    wiped_bytes: int = 0  # of host memory and devices, zeroed because of purges

@@ -214,6 +214,9 @@ class TicketState:
     suffix_tokens: int  # of the prompt, behind what was cached and has been hit
     path: list[Extent]  # extents held so that the prefix stays while its continuation is written
     answer: Reservation
+    device: int = -1  # whose pool some of its slots' twins are in; -1: none
+    is_device_lost: bool = False  # that pool is no more: its commit is refused
+    seals: bool = False  # what it makes visible is to be sealed: that was asked for while it landed
     purged: bool = False  # its commit is refused, its slots are wiped
     unclean: bool = False  # what was purged may lie in its slots until they are written to
 
@@ -262,6 +265,7 @@ class LeaseState:
     from_disk: tuple[tuple[int, int], ...]  # blocks that only the disk tier had then: first, end
     deadline: float
     revocable: bool
+    on_device: bool  # of the device that a holder has mapped it gets what is there
     record: RecentAcquire  # what is remembered of it, to be told the answer
     granted_at: float = 0.0
     shortened: Reason | None = None

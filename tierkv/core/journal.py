@@ -8,6 +8,7 @@ after each row. Accounts are of a group; a tier's is what the tier holds of it.
     copied   --> host        promoted                                    nvme --> dropped     evicted, nowhere else
     nvme     --> quarantine  a damaged file, set aside                   nvme --> copied      evicted, still in memory
     quarantine --> dropped   too old, too much, or removed by others     quarantine --> purged
+    copied   --> gpu         copied to a device, or stored there         gpu --> copied       evicted, still in memory
     host, nvme --> purged    an operator had it removed                  found <-> a tier     corrected by a recount
 
 `copied` is the other side of copies, which take nothing away where they come from. Evictions and regrets are rows of
@@ -37,7 +38,7 @@ class Account(StrEnum):
     FOUND = "found"
 
 
-TIERS = (Account.HOST, Account.NVME, Account.DISK)
+TIERS = (Account.HOST, Account.NVME, Account.DISK, Account.GPU)
 
 
 class FileOf(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,7 @@ from tierkv.core.residency import FileState
 from tierkv.core.value.cost import prefill_seconds
 
 _NEVER = float("inf")
+_NO_DEVICES: dict[int, int] = {}
 
 
 class Leases:
@@ -45,10 +46,12 @@ class Leases:
         max_blocks: int,
         deadline: float,
         revocable: bool = False,
+        on_device: bool = False,
         name: str = "",
         now: float,
     ) -> Lease | Waiting | Refused:
-        """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders`."""
+        """Lease the longest cached prefix that can be in memory by `deadline`, for the ranks of `holders`: in host
+        memory, or with `on_device` in the pool that the rank's holder has mapped."""
         self.last_asked = now
         ledger = self._ledger
         known = ledger.leases.get(grant)
@@ -74,7 +77,8 @@ class Leases:
         ledger.sizing.asked(shape, keys, now)
         self._regret(group, keys, cached, now)
         allowed, reason = ledger.blocks_allowed(shape, list(by_rank.values()), min(cached, max_blocks))
-        resident = self._resident_blocks(path, tuple(by_rank))
+        devices = ledger.devices.mapped_by(by_rank) if on_device else {}
+        resident = self._resident_blocks(path, tuple(by_rank), devices)
         asked = count_keys(keys)
         missing = key_at(keys, cached)
         absence = find_absence(ledger, group, missing) if missing else None
@@ -119,6 +123,7 @@ class Leases:
             from_disk=tuple(_only_on_disk(path)),
             deadline=deadline,
             revocable=revocable,
+            on_device=on_device,
             record=record,
             shortened=reason,
         )
@@ -215,17 +220,36 @@ class Leases:
         if state is not None:
             state.held_bytes -= blocks * self._ledger.groups[lease.group].slot_bytes
 
+    def _devices_of(self, lease: LeaseState) -> dict[int, int]:
+        """By rank, those that its holders have mapped now."""
+        return self._ledger.devices.mapped_by(lease.holders) if lease.on_device else _NO_DEVICES
+
     def _want_reads(self, lease: LeaseState, now: float) -> None:
+        devices = self._devices_of(lease)
         for segment in lease.path:
             for rank in lease.ranks:
-                if len(segment.extent.slots[rank]) < segment.blocks:
+                if self._blocks_here(segment.extent, rank, devices) < segment.blocks:
                     self._cascade.want_read(segment.extent, rank, segment.blocks, now)
 
-    @staticmethod
-    def _resident_blocks(path: list[Segment], ranks: tuple[int, ...]) -> int:
+    def device_died(self, now: float) -> None:
+        """What leases that wait had counted on may be in host memory only from now on, or in no memory at all."""
+        for lease in [lease for lease in self._waiting.values() if lease.on_device]:
+            self._want_reads(lease, now)
+
+    def _blocks_here(self, extent: Extent, rank: int, devices: dict[int, int]) -> int:
+        """Of a rank, that its holder can have as they lie."""
+        here = len(extent.slots[rank])
+        if rank in devices:
+            here = max(here, len(self._ledger.devices.slots(extent, devices[rank], rank)))
+        return here
+
+    def _resident_blocks(self, path: list[Segment], ranks: tuple[int, ...], devices: dict[int, int]) -> int:
         resident = 0
         for segment in path:
-            here = min(segment.blocks, *(len(segment.extent.slots[rank]) for rank in ranks))
+            if devices:
+                here = min(segment.blocks, *(self._blocks_here(segment.extent, rank, devices) for rank in ranks))
+            else:
+                here = min(segment.blocks, *(len(segment.extent.slots[rank]) for rank in ranks))
             resident += here
             if here < segment.blocks:
                 break
@@ -235,7 +259,7 @@ class Leases:
         """Grant a waiting lease if all it waits for is there, can't come, or is too late."""
         wanted = path_blocks(lease.path)
         lease.problem = lease.problem or self._read_problem(lease)
-        resident = self._resident_blocks(lease.path, lease.ranks)
+        resident = self._resident_blocks(lease.path, lease.ranks, self._devices_of(lease))
         if resident < wanted:
             if now < lease.deadline and self._is_progress_due(lease):
                 return
@@ -244,8 +268,9 @@ class Leases:
 
     def _is_progress_due(self, lease: LeaseState) -> bool:
         """The first stretch that is not there yet is being read, by a disk that answers."""
+        devices = self._devices_of(lease)
         for segment in lease.path:
-            missing = [rank for rank in lease.ranks if len(segment.extent.slots[rank]) < segment.blocks]
+            missing = [r for r in lease.ranks if self._blocks_here(segment.extent, r, devices) < segment.blocks]
             if missing:
                 return self._cascade.reads.is_readable(segment.extent) and any(
                     self._cascade.reads.is_reading(segment.extent, rank) for rank in missing
@@ -269,8 +294,14 @@ class Leases:
         promoted = max(0, blocks - lease.host_blocks)
         disk_blocks = sum(max(0, min(end, blocks) - max(first, lease.host_blocks)) for first, end in lease.from_disk)
         nvme_blocks = promoted - disk_blocks
+        devices = self._devices_of(lease)
+        held_ranks = [rank for rank in lease.ranks if rank in lease.holders] if blocks else []
+        parts = tuple(self._part(kept, rank, devices) for rank in held_ranks)
+        device_blocks = self._device_blocks(parts[0]) if devices and parts else 0
         self._count_asked(group, lease.asked_blocks * tokens, blocks * tokens)
-        ledger.counts.hit_tokens["host"] += (blocks - promoted) * tokens
+        ledger.counts.hit_tokens["host"] += (blocks - promoted - min(device_blocks, blocks - promoted)) * tokens
+        if ledger.devices.pools:
+            ledger.counts.hit_tokens["gpu"] += min(device_blocks, blocks - promoted) * tokens
         if ledger.has_disk:
             ledger.counts.hit_tokens["disk"] += disk_blocks * tokens
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
@@ -281,14 +312,17 @@ class Leases:
         for segment in kept:  # parents first
             self._cascade.writes.used_again(segment.extent, now)
         ledger.hottest.note(kept, now)
+        if devices and kept:
+            self._cascade.devices.note_hit(kept, devices, now)
         lease.answer = Lease(
             grant=lease.grant,
             blocks=blocks,
             nvme_blocks=nvme_blocks,
             cached_blocks=lease.cached_blocks,
-            parts=tuple(self._part(kept, rank) for rank in lease.ranks if rank in lease.holders) if blocks else (),
+            parts=parts,
             reason=lease.shortened,
             disk_blocks=disk_blocks,
+            device_blocks=device_blocks,
         )
         lease.granted_at = now
         lease.record.answer(blocks, nvme_blocks, lease.shortened, now, disk_blocks)
@@ -306,11 +340,20 @@ class Leases:
         counts.asked_prefill_seconds += prefill_seconds(asked_tokens, 0, rate)
         counts.missed_prefill_seconds += prefill_seconds(asked_tokens - granted_tokens, granted_tokens, rate)
 
-    def _part(self, path: list[Segment], rank: int) -> Part:
+    def _part(self, path: list[Segment], rank: int, devices: dict[int, int]) -> Part:
         offsets: list[int] = []
         for segment in path:
-            offsets += segment.extent.slots[rank][: segment.blocks]
+            if rank in devices:
+                there = self._ledger.devices.slots(segment.extent, devices[rank], rank)[: segment.blocks]
+                offsets += there
+                offsets += segment.extent.slots[rank][len(there) : segment.blocks]
+            else:
+                offsets += segment.extent.slots[rank][: segment.blocks]
         return Part(rank, offsets, self._ledger.pool.generations(offsets))
+
+    def _device_blocks(self, part: Part) -> int:
+        first_address = self._ledger.devices.first_address
+        return sum(offset >= first_address for offset in part.offsets)
 
     def _hold_only(self, lease: LeaseState, kept: list[Segment]) -> None:
         blocks_of = {segment.extent: segment.blocks for segment in kept}

@@ -1,7 +1,8 @@
 """The books: groups, sessions, the tree, the slots, and the few steps that change who owns what.
 
-Every slot in use belongs to exactly one of: a ticket, a staged block, a block of an extent, a read in flight, the
-doomed slots of blocks that are gone while somebody may still touch them, or a wipe. The steps here keep that true.
+Every slot in use belongs to exactly one of: a ticket, a landing, a staged block, a block of an extent, a read or a copy
+in flight, the doomed slots of blocks that are gone while somebody may still touch them, or a wipe. The steps here keep
+that true, of host memory and, with DeviceBooks, of the pools of devices.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, MutableSequence
 from dataclasses import dataclass, field
 
 from tierkv.core.counters import Counters
+from tierkv.core.device_books import DeviceBooks
 from tierkv.core.extent import Branch, Doomed, Extent, Growth
 from tierkv.core.ghosts import Ghost, Ghosts
 from tierkv.core.grants import EndedGrants, GroupSpec, LeaseState, Notice, Segment, TicketState
 from tierkv.core.hottest import Hottest
-from tierkv.core.instructions import AnyInstruction, OnDisk, OpenNamespace
+from tierkv.core.instructions import AnyInstruction, OnDevice, OnDisk, OpenNamespace
 from tierkv.core.journal import Account
 from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, split_keys
 from tierkv.core.left import AS_IT_IS, Left
@@ -33,14 +35,12 @@ from tierkv.core.value.order import EvictionOrder, Rank
 from tierkv.core.value.policies import order_of
 from tierkv.core.value.reuse import Reuse
 from tierkv.core.value.tuning import AS_MEASURED, Tuning
+from tierkv.core.wipes import Wipe, wipes_of
 
-Effect = AnyInstruction | OnDisk | Notice
+Effect = AnyInstruction | OnDisk | OnDevice | Notice
 
 _HOST, _COMPUTED, _DROPPED = Account.HOST.value, Account.COMPUTED.value, Account.DROPPED.value
 """As plain strings: to hash an enumeration's member takes a call in Python, several of them a block stored."""
-
-SLOTS_OF_A_WIPE = 2_048
-BYTES_OF_A_WIPE = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ class Limits:
     inflight_reads: int
     disk_bytes: int = 0
     disk_inflight: int = 4  # demotions at a time, and reads
+    device_bytes: tuple[int, ...] = ()  # that each device's pool is to have
     page_bytes: int = PAGE_BYTES
     staged_seconds: float = 60.0
     touch_seconds: float = 5.0
@@ -92,6 +93,7 @@ class Group:
     extents: int = 0
     blocks: int = 0
     host_slots: int = 0
+    gpu_slots: int = 0  # of all devices
     nvme_bytes: int = 0
     disk_bytes: int = 0
     wants_folder: bool = False  # its identity is to lie in the data directory
@@ -142,19 +144,6 @@ class Departure:
     now: float
 
 
-@dataclass(slots=True, eq=False)
-class Wipe:
-    """Memory that is being zeroed: slots, and ranges that belong to none."""
-
-    slots: list[int]
-    ranges: list[tuple[int, int]]  # (offset, bytes)
-    tails: list[tuple[int, int]]  # those of them that belong to no slot
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for _, size in self.ranges)
-
-
 def open_namespace(group: Group) -> OpenNamespace:
     return OpenNamespace(
         group=group.spec.group,
@@ -175,6 +164,7 @@ class Ledger:
         self._prefill_rates = PrefillRates(limits.prefill_tokens_per_second)
         self.sessions: dict[bytes, SessionState] = {}
         self.tickets: dict[bytes, TicketState] = {}
+        self.landings: dict[bytes, TicketState] = {}  # committed, and still being copied from a device
         self.leases: dict[bytes, LeaseState] = {}
         self.ended = EndedGrants()
         self.ghosts = Ghosts(limits.ghosts)
@@ -198,6 +188,7 @@ class Ledger:
         self.disk_order = self._order_for("disk")
         self.left_tree: list[bytes] = []  # keys of extents: with a disk tier, what lies there may be of use now
         self.pins = Pinned(*limits.pin_caps())
+        self.devices = DeviceBooks(self, generations)
         self.postings: Counter[tuple[bytes, str, str, str]] = Counter()  # (group, source, target, reason) -> bytes
         self.on_host_change: Callable[[Extent, int], None] | None = None  # a recount that is going on
         self.doomed_bytes = 0
@@ -211,6 +202,13 @@ class Ledger:
         self.ghosts.on_replaced = lambda ghost: self.reuse.purge([ghost])
         self.effects: deque[Effect] = deque()
         self.is_closing = False
+
+    def writers(self) -> list[TicketState]:
+        """Tickets, and those that were committed and are not in host memory yet."""
+        return [*self.tickets.values(), *self.landings.values()]
+
+    def writer(self, grant: bytes) -> TicketState | None:
+        return self.tickets.get(grant) or self.landings.get(grant)
 
     def group_of(self, extent: Extent) -> Group:
         return self.groups[extent.group]
@@ -241,7 +239,7 @@ class Ledger:
             self.nvme_order.withdraw(extent)
             self.disk_order.withdraw(extent)
         nvme_bytes, disk_bytes = file_bytes_of(group)
-        slots = group.host_slots + sum(len(t.offsets) for t in self.tickets.values() if t.group == spec.group)
+        slots = group.host_slots + sum(len(t.offsets) for t in self.writers() if t.group == spec.group)
         for one, sign in ((group.share, -1), (share, +1)):
             one.host_bytes += sign * slots * group.slot_bytes
             one.nvme_bytes += sign * nvme_bytes
@@ -260,6 +258,10 @@ class Ledger:
         if order is None:
             order = self.host_orders[slot_bytes] = self._order_for("host")
         return order
+
+    def new_order(self) -> EvictionOrder:
+        """The policy's, that knows of no shares."""
+        return self._new_order()
 
     def _order_for(self, tier: str) -> EvictionOrder:
         """The policy's, or where there are shares a layer around as many of them."""
@@ -337,6 +339,10 @@ class Ledger:
                 self.cut_host(extent, rank, num_blocks, Reason.PURGED, to=Account.PURGED)
             else:
                 self.cut_host(extent, rank, num_blocks, departure.reason)
+        if extent in self.devices.copies:
+            reason = Reason.PURGED if departure is None else departure.reason
+            to = Account.PURGED if departure is None else Account.DROPPED
+            self.devices.cut_all(extent, num_blocks, reason, to=to)
         group.blocks -= extent.num_blocks - num_blocks
         orphans = [kid for branch in extent.branch_points if branch.index >= num_blocks for kid in branch.kids]
         if num_blocks == 0:
@@ -433,12 +439,14 @@ class Ledger:
     # ---- host slots of an extent
 
     def append_host(self, extent: Extent, rank: int, slots: list[int], *, source: str = _COMPUTED) -> None:
-        before = extent.longest_host_blocks
+        before, first = extent.longest_host_blocks, len(extent.slots[rank])
         self.postings[extent.group, source, _HOST, ""] += len(slots) * self.group_of(extent).slot_bytes
         extent.append_slots(rank, slots)
         for base, inside in self.pool.by_slab(slots):
             home = self.homes.setdefault(base, {})
             home[extent] = home.get(extent, 0) + len(inside)
+        if self.devices.twins:
+            self.devices.adopt_twins(extent, rank, first, slots)
         self._host_changed(extent, before, len(slots))
 
     def cut_host(
@@ -494,8 +502,11 @@ class Ledger:
             doomed.waits_for.discard(who)
             if not doomed.waits_for:
                 self.release(doomed.slots, self.group_of(extent).slot_bytes, wipe=extent.purged or doomed.wipe)
-                self.doomed_bytes -= len(doomed.slots) * self.group_of(extent).slot_bytes
-        extent.doomed = tuple(doomed for doomed in extent.doomed if doomed.waits_for)
+                if doomed.slots[0] < self.devices.first_address:
+                    self.doomed_bytes -= len(doomed.slots) * self.group_of(extent).slot_bytes
+        if extent.doomed:
+            extent.doomed = tuple(doomed for doomed in extent.doomed if doomed.waits_for)
+            self.devices.settle_doomed(extent)
         self.reconsider(extent)
 
     # ---- what is pinned
@@ -611,6 +622,8 @@ class Ledger:
             self.nvme_order.withdraw(extent)
         if self.has_disk:
             self._reconsider_on_disk(extent)
+        if self.devices.copies:
+            self.devices.reconsider(extent)
 
     def _reconsider_on_disk(self, extent: Extent) -> None:
         if self.may_leave_disk(extent):
@@ -644,7 +657,13 @@ class Ledger:
     # ---- memory that is wiped before anybody else gets it
 
     def release(self, slots: list[int], slot_bytes: int, *, wipe: bool) -> None:
-        """Give slots up. With `wipe` they stay in use until they are zeroed; a late reader can tell from now on."""
+        """Give slots of one memory up, and their twins. With `wipe` they stay in use until they are zeroed; a late
+        reader can tell from now on."""
+        if self.devices.twins:
+            self.devices.release_twins(slots, slot_bytes, wipe=wipe)
+        if slots and slots[0] >= self.devices.first_address:
+            self.devices.release(slots, slot_bytes, wipe=wipe)
+            return
         if not wipe:
             self.pool.release(slots)
             return
@@ -660,10 +679,9 @@ class Ledger:
         if tails:
             self.wipes.append(Wipe([], tails, tails))
             self.wiping_bytes += self.wipes[-1].num_bytes
+        self.devices.wipe_free()
 
     def _wipe(self, slots: list[int], slot_bytes: int) -> None:
-        step = max(1, min(SLOTS_OF_A_WIPE, BYTES_OF_A_WIPE // slot_bytes))
-        for start in range(0, len(slots), step):
-            piece = slots[start : start + step]
-            self.wipes.append(Wipe(piece, [(slot, slot_bytes) for slot in piece], []))
-            self.wiping_bytes += self.wipes[-1].num_bytes
+        for wipe in wipes_of(slots, slot_bytes):
+            self.wipes.append(wipe)
+            self.wiping_bytes += wipe.num_bytes

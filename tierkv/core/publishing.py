@@ -133,7 +133,7 @@ class Publisher:
         for index, key, slot in zip(ticket.blocks, ticket.block_keys, ticket.offsets, strict=True):
             block = ledger.staged.get(key)
             if places[index] is not None or (block is not None and ticket.rank in block.slots):
-                ledger.pool.release([slot])
+                ledger.release([slot], ledger.groups[ticket.group].slot_bytes, wipe=False)
                 ledger.counts.duplicate_blocks += 1
                 continue
             if block is None:
@@ -207,7 +207,7 @@ class Publisher:
         while start < len(run):
             known = ledger.tree.heads.get(run.block_keys[start])
             if known is not None:
-                ledger.pool.release([slots[start] for slots in run.slots])
+                ledger.release([slots[start] for slots in run.slots], group.slot_bytes, wipe=False)
                 ledger.counts.duplicate_blocks += 1
                 place = known, 0
                 start += 1

@@ -117,7 +117,7 @@ def _whole_groups(ledger: Ledger, groups: list[Group], extents: Iterable[Extent]
         groups,
         [extent for extent in extents if extent.group in keys],
         [block for block in ledger.staged.values() if block.group in keys],
-        [ticket for ticket in ledger.tickets.values() if ticket.group in keys],
+        [ticket for ticket in ledger.writers() if ticket.group in keys],
     )
 
 
@@ -156,7 +156,7 @@ def _keys_that_begin(ledger: Ledger, digits: str, extents: list[Extent]) -> Iter
         yield from ((block.group, key) for key in matching_keys(block.key, whole, digits))
         if block.parent != block.group:
             yield from ((block.group, key) for key in matching_keys(block.parent, whole, digits))
-    for ticket in ledger.tickets.values():
+    for ticket in ledger.writers():
         yield from ((ticket.group, key) for key in matching_keys(ticket.keys, whole, digits))
 
 
@@ -176,7 +176,8 @@ def _below(ledger: Ledger, group: bytes, key: bytes, extents: list[Extent]) -> M
     for extent in inside:
         by_parent.setdefault(extent.parent, []).append(extent)
         by_parent.setdefault(extent.key, []).append(extent)  # one that was cut to nothing has no keys but this
-    chains = {ticket.grant: split_keys(ticket.keys) for ticket in ledger.tickets.values() if ticket.group == group}
+    writers = {ticket.grant: ticket for ticket in ledger.writers() if ticket.group == group}
+    chains = {grant: split_keys(ticket.keys) for grant, ticket in writers.items()}
     on_chain: dict[bytes, list[bytes]] = {}
     for grant, chain in chains.items():
         for one in chain:
@@ -223,7 +224,7 @@ def _below(ledger: Ledger, group: bytes, key: bytes, extents: list[Extent]) -> M
             for block in ledger.staged.values()
             if block.group == group and (block.key in seen or block.index * step > depth)
         ],
-        [ledger.tickets[grant] for grant in grants],
+        [writers[grant] for grant in grants],
     )
 
 

@@ -177,7 +177,7 @@ class Purges:
     def _find(self, what: What) -> Members | NotOne:
         ledger = self._ledger
         known = dict.fromkeys([*ledger.tree, *self._cascade.extents_in_operations()])
-        for ticket in ledger.tickets.values():
+        for ticket in ledger.writers():
             known.update(dict.fromkeys(ticket.path))
         for lease in ledger.leases.values():
             known.update(dict.fromkeys(segment.extent for segment in lease.path))
@@ -224,10 +224,10 @@ class Purges:
         self._leases.purge_waiting()
         ledger.wipe_free()
         # Others' tickets and reads were given memory that may hold some of it, and may not have written to it yet.
-        for ticket in ledger.tickets.values():
+        for ticket in ledger.writers():
             ticket.unclean = True
             job.tickets[ticket.grant] = None
-        job.reads = cascade.reads.mark_unclean()
+        job.reads = cascade.reads.mark_unclean() | cascade.devices.mark_unclean()
         for extent in members.extents:
             if not cascade.is_at_rest(extent):
                 job.busy[extent] = None
@@ -272,9 +272,10 @@ class Purges:
             if job.gone:
                 continue
             job.held = {extent: None for extent in job.held if extent.doomed}
-            job.tickets = {grant: None for grant in job.tickets if grant in ledger.tickets}
-            job.reads = self._cascade.reads.still_running(job.reads)
-            is_held = job.held or job.tickets or job.reads or ledger.wiping_bytes or ledger.earlier_bytes
+            job.tickets = {grant: None for grant in job.tickets if ledger.writer(grant) is not None}
+            job.reads = self._cascade.reads.still_running(job.reads) | self._cascade.devices.still_running(job.reads)
+            is_wiped = not (ledger.wiping_bytes or ledger.devices.wiping_bytes)
+            is_held = job.held or job.tickets or job.reads or not is_wiped or ledger.earlier_bytes
             if job.unreachable and not is_held:
                 job.gone = now
                 self._forget_groups(job)
@@ -284,7 +285,7 @@ class Purges:
         ledger = self._ledger
         needed = {group for session in ledger.sessions.values() for group in session.groups}
         needed.update(extent.group for extent in self._cascade.extents_in_operations())
-        needed.update(ticket.group for ticket in ledger.tickets.values())
+        needed.update(ticket.group for ticket in ledger.writers())
         needed.update(lease.group for lease in ledger.leases.values())
         needed.update(block.group for block in ledger.staged.values())
         for key, group in list(ledger.groups.items()):
@@ -436,7 +437,7 @@ class Purges:
         ledger = self._ledger
         leases = {who for extent in job.held for who in extent.holds if who in ledger.leases}
         held = sum(len(d.slots) * ledger.group_of(e).slot_bytes for e in job.held for d in e.doomed)
-        tickets = [ledger.tickets[grant] for grant in job.tickets if grant in ledger.tickets]
+        tickets = [ticket for grant in job.tickets if (ticket := ledger.writer(grant)) is not None]
         held += sum(len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes for ticket in tickets)
         phase = PurgePhase.GONE if job.gone else PurgePhase.UNREACHABLE if job.unreachable else PurgePhase.REMOVING
         stuck = next((e.why_not_there for e in job.busy if self._cascade.is_retried(e)), None)
@@ -449,7 +450,7 @@ class Purges:
             leases=len(leases),
             tickets=len(tickets),
             held_bytes=held,
-            wiping_bytes=0 if job.gone else ledger.wiping_bytes,
+            wiping_bytes=0 if job.gone else ledger.wiping_bytes + ledger.devices.wiping_bytes,
             earlier_bytes=0 if job.gone else ledger.earlier_bytes,
             unreachable=job.unreachable,
             gone=job.gone,

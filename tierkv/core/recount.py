@@ -80,7 +80,7 @@ class HostRecount:
     def _owned_bytes(self) -> int:
         """What the owners of slots have, all of them together."""
         ledger, groups = self._ledger, self._ledger.groups
-        tickets = sum(len(one.offsets) * groups[one.group].slot_bytes for one in ledger.tickets.values())
+        tickets = sum(len(one.offsets) * groups[one.group].slot_bytes for one in ledger.writers())
         staged = sum(len(one.slots) * groups[one.group].slot_bytes for one in ledger.staged.values())
         wiped = sum(wipe.num_bytes - sum(size for _, size in wipe.tails) for wipe in self._wiping.all())
         return self.host_bytes + tickets + staged + ledger.doomed_bytes + self._cascade.reads.slot_bytes + wiped

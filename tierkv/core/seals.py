@@ -7,19 +7,23 @@ from itertools import count
 
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Extent, Growth
-from tierkv.core.grants import SealAnswer, SealReady, Segment, Waiting, path_blocks
+from tierkv.core.grants import SealAnswer, SealReady, Segment, TicketState, Waiting, path_blocks
+from tierkv.core.keys import split_keys
 from tierkv.core.ledger import Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 
 
 class _WaitingSeal:
-    __slots__ = ("deadline", "path", "seal_id")
+    __slots__ = ("deadline", "group", "keys", "landings", "path", "seal_id")
 
-    def __init__(self, seal_id: int, path: list[Segment], deadline: float) -> None:
+    def __init__(self, seal_id: int, group: bytes, keys: bytes, path: list[Segment], deadline: float) -> None:
         self.seal_id = seal_id
+        self.group = group
+        self.keys = keys
         self.path = path
         self.deadline = deadline
+        self.landings: list[TicketState] = []  # with blocks of it, that were under way
 
 
 class Seals:
@@ -34,20 +38,34 @@ class Seals:
     def seal(
         self, *, seal_id: int, group: bytes, keys: bytes, wait_flushed: bool, deadline: float, now: float
     ) -> SealAnswer | Waiting:
-        path = self._ledger.tree.walk(group, keys)
-        for segment in path:
-            if not segment.extent.sealed:
-                self._cascade.seal(segment.extent, now)
-        if not path:
+        path = self._seal_along(group, keys, now)
+        landings = self._landings_along(group, keys) if self._ledger.landings else []
+        for ticket in landings:
+            ticket.seals = True
+        if not path and not (landings and wait_flushed):
             return SealAnswer(0, 0, Reason.NOT_FOUND if keys else None)
         if not wait_flushed:
             return SealAnswer(path_blocks(path), self._flushed_blocks(path))
-        seal = _WaitingSeal(seal_id, path, deadline)
+        seal = _WaitingSeal(seal_id, group, keys, path, deadline)
+        seal.landings = landings
         answer = self._answer(seal, now)
         if answer is None:
             self._waiting[seal_id] = seal
             return Waiting()
         return answer
+
+    def _seal_along(self, group: bytes, keys: bytes, now: float) -> list[Segment]:
+        path = self._ledger.tree.walk(group, keys)
+        for segment in path:
+            if not segment.extent.sealed:
+                self._cascade.seal(segment.extent, now)
+        return path
+
+    def _landings_along(self, group: bytes, keys: bytes) -> list[TicketState]:
+        """Those that bring blocks of this prompt."""
+        along = frozenset(split_keys(keys))
+        landings = self._ledger.landings.values()
+        return [one for one in landings if one.group == group and not along.isdisjoint(one.block_keys)]
 
     def seal_idle(self, now: float) -> None:
         """Extents that have not grown for a while are not going to."""
@@ -92,10 +110,18 @@ class Seals:
 
     def _answer(self, seal: _WaitingSeal, now: float) -> SealAnswer | None:
         """None: not all is flushed, but it may still be."""
+        if seal.landings:
+            landings = self._ledger.landings
+            seal.landings = [one for one in seal.landings if landings.get(one.grant) is one]
+            if seal.landings and now < seal.deadline:
+                return None
+            seal.path = self._seal_along(seal.group, seal.keys, now)
+            if not seal.path:
+                return SealAnswer(0, 0, Reason.DEADLINE if seal.landings else Reason.NOT_FOUND)
         path = _still_there(seal.path)
         blocks, flushed = path_blocks(path), self._flushed_blocks(path)
         lost = Reason.NOT_FOUND if blocks < path_blocks(seal.path) else None
-        if flushed == blocks:
+        if flushed == blocks and not seal.landings:
             return SealAnswer(blocks, flushed, lost)
         if now >= seal.deadline:
             return SealAnswer(blocks, flushed, Reason.DEADLINE)

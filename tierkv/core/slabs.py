@@ -1,7 +1,8 @@
-"""Slots in the arena. A slab holds slots of one size; it goes to the size that needs it and comes back when empty.
+"""Slots in the arena, or in the pool of a device. A slab holds slots of one size; it goes to the size that needs it and
+comes back when empty.
 
     arena   | slab: slots of 372,736 bytes | slab: slots of 8,192 | unassigned | ...
-    slot    a byte offset; its generation counts how often its memory was given up, so that a late reader notices
+    slot    an address; its generation counts how often its memory was given up, so that a late reader notices
 
 Slots are handed out in ascending order, so that blocks stored together lie together and copy in one piece.
 """
@@ -31,18 +32,25 @@ class _Slab:
 
 class SlabPool:
     """`capacity_bytes` is the arena; `limit_bytes` what of it may be in use now (less after a front restart, while
-    engines of the last incarnation still hold its arena)."""
+    engines of the last incarnation still hold its arena). Its first address is `base`, a multiple of the page."""
 
     def __init__(
-        self, capacity_bytes: int, slab_bytes: int, generations: MutableSequence[int], *, page_bytes: int = PAGE_BYTES
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        generations: MutableSequence[int],
+        *,
+        page_bytes: int = PAGE_BYTES,
+        base: int = 0,
     ) -> None:
+        self.base = base
         self.capacity_bytes = capacity_bytes
         self.slab_bytes = min(slab_bytes, capacity_bytes) // page_bytes * page_bytes
         self.page_bytes = page_bytes
         self.limit_bytes = capacity_bytes
         self._generations = generations
         count = capacity_bytes // self.slab_bytes if self.slab_bytes else 0
-        self._unassigned = [index * self.slab_bytes for index in range(count)]
+        self._unassigned = [base + index * self.slab_bytes for index in range(count)]
         self._slabs: dict[int, _Slab] = {}  # base -> slab
         self._touched: set[int] = set()  # bases of slabs that were ever handed out
         self._open: dict[int, list[int]] = {}  # slot size -> heap of bases with (perhaps) a free slot
@@ -142,7 +150,7 @@ class SlabPool:
 
     def unpin_tails(self, tails: list[tuple[int, int]]) -> None:
         for offset, _ in tails:
-            slab = self._slabs[offset // self.slab_bytes * self.slab_bytes]
+            slab = self._slabs[self.base_of(offset)]
             slab.pinned = False
             if not slab.used:
                 self._give_back(slab)
@@ -151,7 +159,7 @@ class SlabPool:
         """(base of a slab, slots in it), for stretches of `slots` that lie in one."""
         start = 0
         while start < len(slots):
-            base = slots[start] // self.slab_bytes * self.slab_bytes
+            base = self.base_of(slots[start])
             end = base + self.slab_bytes
             rest = slots[start:] if start else slots
             if min(rest) < base or max(rest) >= end:  # more than one slab: rarely, so most calls take no loop
@@ -161,7 +169,7 @@ class SlabPool:
 
     def base_of(self, slot: int) -> int:
         """The slab that a slot lies in."""
-        return slot // self.slab_bytes * self.slab_bytes
+        return slot - (slot - self.base) % self.slab_bytes
 
     def generation(self, slot: int) -> int:
         return self._generations[slot // self.page_bytes]

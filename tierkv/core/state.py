@@ -82,6 +82,7 @@ from tierkv.core.usage import (
     ShareUse,
     TierBytes,
     Wear,
+    device_tier_bytes,
     group_usage,
     prefill_use,
     settled_bytes,
@@ -144,6 +145,13 @@ class CacheState:
         if state is not None:
             state.groups.add(group)
 
+    def map_device(self, session: bytes, device: int) -> None:
+        """The session's process has mapped the pool that the device has now: from here on it may be granted slots
+        there, until the pool is no more. Of several pools the last one that it mapped."""
+        books = self._ledger.devices
+        if session in self._ledger.sessions and books.pools[device].is_open:
+            books.mapped[session] = device
+
     def group_shape(self, group: bytes) -> tuple[int, int, int]:
         """Ranks, tokens a block, bytes a block."""
         known = self._ledger.groups[group]
@@ -165,6 +173,7 @@ class CacheState:
         """The process has ended, proven: nothing of it touches a slot any more. Ends the grants it held."""
         if self._ledger.sessions.pop(session, None) is None:
             return []
+        self._ledger.devices.mapped.pop(session, None)
         self._tickets.end_session(session)
         self._leases.end_session(session)
         return self._effects_after(now)
@@ -191,11 +200,13 @@ class CacheState:
         max_blocks: int,
         deadline: float,
         revocable: bool = False,
+        on_device: bool = False,
         name: str = "",
         now: float,
     ) -> tuple[Lease | Waiting | Refused, list[Effect]]:
-        """Lease the longest cached prefix that can be in host memory by `deadline`, for the ranks of `holders` (none
-        named: rank 0, for `session`). `name` is what the asker calls the request, for people."""
+        """Lease the longest cached prefix that can be in memory by `deadline`, for the ranks of `holders` (none named:
+        rank 0, for `session`): in host memory, or `on_device` in the pool that the rank's holder has mapped. `name` is
+        what the asker calls the request, for people."""
         answer = self._leases.acquire(
             grant=grant,
             session=session,
@@ -205,6 +216,7 @@ class CacheState:
             max_blocks=max_blocks,
             deadline=deadline,
             revocable=revocable,
+            on_device=on_device,
             name=name,
             now=now,
         )
@@ -268,9 +280,11 @@ class CacheState:
         first: int,
         tokens: bytes,
         extras: Mapping[int, Sequence[bytes]] = NO_EXTRAS,
+        on_device: bool = False,
         now: float,
     ) -> tuple[Reservation | Refused, list[Effect]]:
-        """A ticket for the missing ones of the blocks [first, end of keys) of `rank`, to be written by `holder`."""
+        """A ticket for the missing ones of the blocks [first, end of keys) of `rank`, to be written by `holder`; with
+        `on_device` to the pool that it has mapped, as far as there is room there, else to host memory."""
         answer = self._tickets.reserve(
             grant=grant,
             session=session,
@@ -281,6 +295,7 @@ class CacheState:
             first=first,
             tokens=tokens,
             extras=extras,
+            on_device=on_device,
             now=now,
         )
         return answer, self._effects_after(now)
@@ -465,6 +480,24 @@ class CacheState:
         self._cascade.pump(now)
         return self._effects_after(now)
 
+    def device_worker_started(self, device: int, num_bytes: int, now: float) -> list[Effect]:
+        """It has a pool of so many bytes, empty, at the first of the device's addresses. Nobody has mapped it yet."""
+        self._cascade.devices.started(device, num_bytes, now)
+        return self._effects_after(now)
+
+    def device_worker_died(self, device: int, now: float) -> list[Effect]:
+        """Proven by waitpid: it touches no slot any more, and its pool is no more."""
+        self._cascade.devices.died(device, now)
+        self._leases.device_died(now)
+        self._seals.settle(now)
+        return self._effects_after(now)
+
+    def device_report(self, device: int, report: AnyReport, now: float) -> list[Effect]:
+        """From the worker of a device."""
+        self._cascade.devices.report(report, now)
+        self._seals.settle(now)
+        return self._effects_after(now)
+
     def worker_started(self, now: float) -> list[Effect]:
         for group in self._ledger.groups.values():
             if group.persistent and group.wants_folder:
@@ -586,10 +619,12 @@ class CacheState:
 
     def dirty(self) -> Dirty:
         extents = list(self._cascade.writes.dirty_extents())
-        group_of = self._ledger.group_of
+        ledger = self._ledger
+        group_of, landing = ledger.group_of, ledger.landings.values()
         return Dirty(
-            len(extents),
-            sum(e.num_blocks * group_of(e).ranks * group_of(e).slot_bytes for e in extents),
+            len(extents) + len(landing),
+            sum(e.num_blocks * group_of(e).ranks * group_of(e).slot_bytes for e in extents)
+            + sum(len(ticket.blocks) * ledger.groups[ticket.group].slot_bytes for ticket in landing),
         )
 
     def drop_dirty(self, reason: Reason, now: float) -> list[Effect]:
@@ -637,6 +672,10 @@ class CacheState:
         """What the books say of each group in host memory."""
         return [(key, group.host_slots * group.slot_bytes) for key, group in self._ledger.groups.items()]
 
+    def gpu_balances(self) -> list[tuple[bytes, int]]:
+        """Likewise on devices."""
+        return [(key, group.gpu_slots * group.slot_bytes) for key, group in self._ledger.groups.items()]
+
     def disk_balances(self) -> list[tuple[bytes, int]]:
         """Likewise in the disk tier: extents that can be found there, or are being removed."""
         return [(key, group.disk_bytes) for key, group in self._ledger.groups.items()]
@@ -644,6 +683,10 @@ class CacheState:
     def shares(self) -> list[ShareUse]:
         """By share as they are set, the rest last, and by tier. Empty where none are set."""
         return share_use(self._ledger)
+
+    def device_tiers(self) -> list[TierBytes]:
+        """One row a device, in the order of the setting; without room where there is no pool just now."""
+        return device_tier_bytes(self._ledger)
 
     def tiers(self) -> list[TierBytes]:
         return tier_bytes(self._ledger, self._cascade)
@@ -796,6 +839,7 @@ class CacheState:
             cascade.demotions.pump(now)
         self._pins.promote(now, may_read=not self._leases.num_waiting)
         self._wiping.ask()
+        self._cascade.devices.ask_wipes()
         self._purges.settle(now)
         return self._effects()
 

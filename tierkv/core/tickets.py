@@ -52,6 +52,7 @@ class Tickets:
         self._cascade = cascade
         self._publisher = Publisher(ledger, cascade)
         self._expected: Expected | None = None  # of the next reservation, if it is like the last one
+        cascade.devices.on_landed = self._landed
 
     def reserve(
         self,
@@ -65,16 +66,18 @@ class Tickets:
         first: int,
         tokens: bytes,
         extras: Mapping[int, Sequence[bytes]] = NO_EXTRAS,
+        on_device: bool = False,
         now: float,
     ) -> Reservation | Refused:
-        """A ticket for the missing ones of the blocks [first, end of keys) of `rank`."""
+        """A ticket for the missing ones of the blocks [first, end of keys) of `rank`. `on_device`: the first ones are
+        to be written to the pool that `holder` has mapped; each keeps a host slot for its landing."""
         ledger = self._ledger
         known = ledger.tickets.get(grant)
         if known is not None and not known.is_asked_by(session, group, rank, keys, first):
             return Refused(Reason.GRANT_ENDED)  # its slots are for what another request stores
         if known is not None:
             return known.answer
-        if ledger.ended.get(grant) is not None or grant in ledger.leases:
+        if ledger.ended.get(grant) is not None or grant in ledger.leases or grant in ledger.landings:
             return Refused(Reason.GRANT_ENDED)
         if ledger.is_closing:
             return Refused(Reason.SHUTDOWN)
@@ -96,6 +99,8 @@ class Tickets:
         if missing and not ledger.pool.fits(shape.slot_bytes):
             allowed, reason = 0, Reason.LARGER_THAN_TIER
         offsets: list[int] = []
+        on_devices: list[int] = []
+        device = ledger.devices.mapped.get(holder, -1) if on_device else -1
         refused = 0
         if allowed:
             offered = Offered(ledger, shape, rank, missing[:allowed], missing_keys[:allowed], suffix_tokens, now)
@@ -108,6 +113,9 @@ class Tickets:
             if offsets:
                 rank_of_last = offered.rank_of(len(offsets) - 1)
                 self._expected = Expected(shape.slot_bytes, len(offsets), rank_of_last, shape.share)
+            if device >= 0:
+                on_devices = self._cascade.devices.allocate(device, shape, len(offsets), now, offered.rank_of)
+                ledger.devices.pair(offsets[: len(on_devices)], on_devices)
         if len(offsets) < len(missing):
             others = len(missing) - len(offsets) - refused
             if refused:
@@ -121,11 +129,12 @@ class Tickets:
             ledger.refusals.note(group, missing_keys[len(offsets)], refusal)
             for index in missing[len(offsets) :]:
                 states[index - first] = NO_ROOM
+        told = [*on_devices, *offsets[len(on_devices) :]] if on_devices else offsets
         answer = Reservation(
             grant=grant,
             states=bytes(states),
-            offsets=offsets,
-            generations=ledger.pool.generations(offsets),
+            offsets=told,
+            generations=ledger.pool.generations(told),
             reason=reason,
         )
         if not offsets:
@@ -148,6 +157,7 @@ class Tickets:
             suffix_tokens=suffix_tokens,
             path=[segment.extent for segment in path],
             answer=answer,
+            device=device if on_devices else -1,
         )
         ledger.tickets[grant] = ticket
         ledger.counts.tickets += 1
@@ -181,15 +191,53 @@ class Tickets:
             ledger.counts.aborted_tickets[Reason.PURGED] += 1
             self._end_ticket(grant, Refused(Reason.PURGED))
             return Refused(Reason.PURGED)
+        if ticket.is_device_lost:
+            ledger.counts.dropped_landings[Reason.DEVICE_DOWN] += len(ticket.blocks)
+            ledger.counts.aborted_tickets[Reason.DEVICE_DOWN] += 1
+            self._end_ticket(grant, Refused(Reason.DEVICE_DOWN))
+            return Refused(Reason.DEVICE_DOWN)
+        if ticket.device >= 0:
+            return self._begin_landing(ticket)
         self._forget_ticket(ticket)
-        self._publisher.publish(ticket, now)
-        if ledger.is_closing:
-            for extent in list(ledger.unsealed):
-                self._cascade.seal(extent, now)
+        self._publish(ticket, now)
         visible = bisect_left(ticket.blocks, path_blocks(ledger.tree.walk(ticket.group, ticket.keys)))
         answer = Committed(visible, len(ticket.blocks) - visible)
         ledger.ended.remember(grant, answer)
         return answer
+
+    def _publish(self, ticket: TicketState, now: float) -> None:
+        self._publisher.publish(ticket, now)
+        if self._ledger.is_closing:
+            for extent in list(self._ledger.unsealed):
+                self._cascade.seal(extent, now)
+
+    def _begin_landing(self, ticket: TicketState) -> Committed:
+        """Its holder has done its part: from here on nothing but the device's worker touches the slots. The blocks are
+        its own until they are in host memory, and the prefix before them stays."""
+        ledger = self._ledger
+        self._leave_holder(ticket)
+        ledger.landings[ticket.grant] = ticket
+        self._cascade.devices.land(ticket)
+        answer = Committed(0, len(ticket.blocks))
+        ledger.ended.remember(ticket.grant, answer)
+        return answer
+
+    def _landed(self, ticket: TicketState, problem: Reason | None, now: float) -> None:
+        """Nothing touches its slots any more: they have the blocks, unless there was a problem."""
+        ledger = self._ledger
+        del ledger.landings[ticket.grant]
+        self._let_go(ticket)
+        if problem is None and not ticket.purged:
+            ledger.counts.landed_blocks += len(ticket.blocks)
+            self._publish(ticket, now)
+            for segment in ledger.tree.walk(ticket.group, ticket.keys) if ticket.seals else ():
+                if not segment.extent.sealed:
+                    self._cascade.seal(segment.extent, now)
+            return
+        reason = Reason.PURGED if ticket.purged else problem
+        ledger.counts.dropped_landings[reason or ""] += len(ticket.blocks)
+        slot_bytes = ledger.groups[ticket.group].slot_bytes
+        ledger.release(ticket.offsets, slot_bytes, wipe=ticket.purged or ticket.unclean)
 
     def purge(self, ticket: TicketState) -> None:
         """What was reserved before a purge is not published after it. The slots stay the holder's, who may be writing;
@@ -259,16 +307,24 @@ class Tickets:
 
     def _forget_ticket(self, ticket: TicketState) -> None:
         """Take a ticket off the books, all but its slots."""
+        self._leave_holder(ticket)
+        self._let_go(ticket)
+
+    def _leave_holder(self, ticket: TicketState) -> None:
+        """Whoever held it holds it no more."""
         ledger = self._ledger
         del ledger.tickets[ticket.grant]
+        holder = ledger.sessions.get(ticket.holder)
+        if holder is not None:
+            holder.held_bytes -= len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes
+
+    def _let_go(self, ticket: TicketState) -> None:
+        ledger = self._ledger
         ledger.has_let_go = ledger.has_let_go or ticket.unclean
         if not ticket.purged:
             self._end_writing(ticket)
         group = ledger.groups[ticket.group]
         group.share.host_bytes -= len(ticket.offsets) * group.slot_bytes
-        holder = ledger.sessions.get(ticket.holder)
-        if holder is not None:
-            holder.held_bytes -= len(ticket.offsets) * ledger.groups[ticket.group].slot_bytes
         for extent in ticket.path:
             ledger.unhold(extent, ticket.grant)
 

@@ -23,6 +23,7 @@ class GroupUsage:
     nvme_bytes: int
     last_used: float
     disk_bytes: int = 0
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ def group_usage(ledger: Ledger) -> list[GroupUsage]:
             host_bytes=group.host_slots * group.slot_bytes,
             nvme_bytes=group.nvme_bytes,
             disk_bytes=group.disk_bytes,
+            gpu_bytes=group.gpu_slots * group.slot_bytes,
             last_used=group.last_used,
         )
         for key, group in ledger.groups.items()
@@ -108,7 +110,7 @@ def group_usage(ledger: Ledger) -> list[GroupUsage]:
 
 def settled_bytes(ledger: Ledger, cascade: Cascade, tier: str) -> dict[bytes, int]:
     """What is in a tier of files of each group of which nothing is being written, read or removed now."""
-    moving = {extent.group for extent in cascade.extents_in_operations()}
+    moving = {extent.group for extent in cascade.extents_with_moving_files()}
     return {
         key: group.disk_bytes if tier == "disk" else group.nvme_bytes
         for key, group in ledger.groups.items()
@@ -157,9 +159,43 @@ def tier_bytes(ledger: Ledger, cascade: Cascade) -> list[TierBytes]:
         )
     ]
     return [
+        *_gpu_tier(ledger),
         *tiers,
         *([_tier_of_files(cascade.nvme)] if ledger.has_nvme else []),
         *([_tier_of_files(cascade.disk)] if ledger.has_disk else []),
+    ]
+
+
+def _gpu_tier(ledger: Ledger) -> list[TierBytes]:
+    """All devices together."""
+    devices = device_tier_bytes(ledger)
+    if not devices:
+        return []
+    return [
+        TierBytes(
+            tier="gpu",
+            capacity_bytes=sum(one.capacity_bytes for one in devices),
+            used_bytes=sum(one.used_bytes for one in devices),
+            reserved_bytes=sum(one.reserved_bytes for one in devices),
+            overhead_bytes=0,
+            is_writable=any(one.is_writable for one in devices),
+            reason=None if any(one.is_writable for one in devices) else Reason.DEVICE_DOWN,
+        )
+    ]
+
+
+def device_tier_bytes(ledger: Ledger) -> list[TierBytes]:
+    return [
+        TierBytes(
+            tier="gpu",
+            capacity_bytes=pool.capacity_bytes,
+            used_bytes=pool.resident_bytes,
+            reserved_bytes=(pool.slots.used_bytes if pool.slots is not None else 0) - pool.resident_bytes,
+            overhead_bytes=0,
+            is_writable=pool.is_open,
+            reason=None if pool.is_open else Reason.DEVICE_DOWN,
+        )
+        for pool in ledger.devices.pools
     ]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tierkv.core.instructions import Zero, Zeroed
-from tierkv.core.ledger import Ledger, Wipe
+from tierkv.core.ledger import Ledger
+from tierkv.core.wipes import Wipe
 
 MAX_ASKED = 64
 """Pieces that are being zeroed at one time: what is told must not fill the way there."""

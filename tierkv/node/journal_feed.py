@@ -21,7 +21,7 @@ from tierkv.node.mover import Mover
 PERIOD_SECONDS = 1.0
 ROWS_OF_A_MESSAGE = 1_000
 MAX_WAITING = 20_000
-BALANCED = (Account.HOST, Account.DISK)
+BALANCED = (Account.HOST, Account.DISK, Account.GPU)
 MAX_KEPT = 20_000
 """Rows kept in memory where there is no data directory: 5 MB or so."""
 
@@ -88,7 +88,7 @@ class JournalFeed:
         self.flush(now)
 
     def unbalance(self, reason: Reason) -> None:
-        """Balances of host memory and of the disk tier may be wrong: they are told with the next rows."""
+        """Balances of memory and of the disk tier may be wrong: they are told with the next rows."""
         self._unbalanced = dict.fromkeys(BALANCED, reason)
 
     def next_due(self) -> float | None:
@@ -123,20 +123,25 @@ class JournalFeed:
         for start in range(0, len(rows), ROWS_OF_A_MESSAGE):
             self._send(JournalRows(rows[start : start + ROWS_OF_A_MESSAGE]))
         for account in list(self._due_balances()):
-            disk = account is Account.DISK
-            balances = self._state.disk_balances() if disk else self._state.host_balances()
-            self._send(BalanceTier(balances, self._unbalanced.pop(account), account))
+            self._send(BalanceTier(self._balances(account), self._unbalanced.pop(account), account))
+
+    def _balances(self, account: Account) -> list[tuple[bytes, int]]:
+        if account is Account.DISK:
+            return self._state.disk_balances()
+        return self._state.gpu_balances() if account is Account.GPU else self._state.host_balances()
 
     @staticmethod
     def _account(posting: Posting) -> Account:
         """The tier that it is about: nothing moves between these two."""
-        return Account.DISK if Account.DISK in (posting.source, posting.target) else Account.HOST
+        accounts = (posting.source, posting.target)
+        return next((one for one in (Account.DISK, Account.GPU) if one in accounts), Account.HOST)
 
     def close(self, now: float) -> None:
-        """Send what waits, and that all of host memory is given up."""
+        """Send what waits, and that all memory is given up."""
         self.flush(now)
         if self._has_nvme and self._mover.is_attached:
             self._send(BalanceTier([], Reason.SHUTDOWN))
+            self._send(BalanceTier([], Reason.SHUTDOWN, Account.GPU))
 
     def _send(self, instruction: AnyInstruction) -> None:
         self._mover.send(instruction)
