@@ -34,6 +34,7 @@ from tests.core.simulation import (
     split,
     stamps,
 )
+from tierkv.core.addresses import pool_bases
 from tierkv.core.extent import Extent
 from tierkv.core.grants import (
     GRANTED,
@@ -56,6 +57,7 @@ from tierkv.core.grants import (
 from tierkv.core.instructions import (
     Demote,
     FileLost,
+    OnDevice,
     OnDisk,
     Read,
     ReadDone,
@@ -128,6 +130,7 @@ class Ticket:
     arena: Arena
     arguments: dict[str, object]
     purged: bool = False
+    lost: set[int] = field(default_factory=set)  # slots of a pool that is no more: what is written there nobody sees
 
     @property
     def granted(self) -> list[int]:
@@ -138,10 +141,14 @@ class Ticket:
         return [self.prompt.key(index) for index in self.granted]
 
     def fill(self) -> None:
-        self.arena.write(self.answer.offsets, [(key, self.rank) for key in self.keys])
+        self._write([(key, self.rank) for key in self.keys])
 
     def scribble(self) -> None:
-        self.arena.write(self.answer.offsets, [("half written", self.grant)] * len(self.answer.offsets))
+        self._write([("half written", self.grant)] * len(self.answer.offsets))
+
+    def _write(self, content: list[object]) -> None:
+        there = [(slot, one) for slot, one in zip(self.answer.offsets, content, strict=True) if slot not in self.lost]
+        self.arena.update(there)
 
 
 @dataclass(eq=False)
@@ -158,6 +165,7 @@ class Holding:
     arguments: dict[str, object]
     answer: Lease | None = None
     since: float = 0.0
+    lost: set[int] = field(default_factory=set)  # slots of a pool that is no more
 
     def live_parts(self) -> Iterator[tuple[list[int], list[int], list[Stamp]]]:
         if self.answer is not None:
@@ -263,6 +271,7 @@ class CacheMachine(RuleBasedStateMachine):
             staged_seconds=STAGED_SECONDS,
             pinned_share=pinned_share,
             policy=policy,
+            device_bytes=self.device_bytes(draw, ranks * slot_bytes),
             nvme_write_bytes_per_day=budget * 24 * 4 * PAGE,
             ttl=ttl,
             shares=tuple((f"tenant:{name}", part) for name, part in shares),
@@ -296,8 +305,12 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(draw.draw(st.integers(0, 2))):
             self._store(draw, draw.draw(st.sampled_from(["", "seal", "flush"])))
 
+    def device_bytes(self, draw: st.DataObject, unit: int) -> tuple[int, ...]:
+        return ()
+
     def start_front(self) -> None:
-        self.here = Incarnation(Arena(), [0] * (self.host_bytes // PAGE))
+        *_, end = pool_bases(self.host_bytes, self.limits.slab_bytes, self.limits.device_bytes)
+        self.here = Incarnation(Arena(), [0] * (end // PAGE))
         self.state = CacheState(self.limits, self.here.generations)
         self.watch_blocks()
         self.balances = Balances()
@@ -320,6 +333,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.lost_with_notice: set[bytes] = set()
         for _ in range(2):
             self.join()
+        self.start_devices()
         self.limit_host()
         if self.limits.nvme_bytes:
             self.start_worker()
@@ -332,6 +346,24 @@ class CacheMachine(RuleBasedStateMachine):
                 self.state.session_opens(session, spec.group)
         self.orphans = {extent.key for extent in self.state._ledger.tree if extent.is_orphan}
         self.damaged = self.pins_damaged = self.state.counts.damaged_extents.total()
+
+    def start_devices(self) -> None:
+        """There are none here; see test_device_state_machine."""
+
+    def device_arguments(self) -> dict[str, object]:
+        """Of a reserve or an acquire."""
+        return {}
+
+    def slots_of_devices(self) -> set[int]:
+        """That their workers may touch."""
+        return set()
+
+    def instruct_device(self, device: int, instruction: object) -> None:
+        raise AssertionError(f"there is no device {device} to take {instruction}")
+
+    def devices_do_all(self) -> bool:
+        """Whether there was anything to do."""
+        return False
 
     def watch_blocks(self) -> None:
         """Count what comes into the tree and what leaves it, each where it happens."""
@@ -413,16 +445,22 @@ class CacheMachine(RuleBasedStateMachine):
             elif isinstance(effect, SealReady):
                 self.seal_ready(effect.seal_id, effect.answer)
             elif isinstance(effect, Evicted):
-                assert effect.to in ("nvme", "host", "dropped", "disk")
+                assert effect.to in ("nvme", "host", "dropped", "disk", "gpu")
                 assert effect.blocks > 0
-                if effect.tier != "disk" and effect.to != "disk":  # beyond what pins may hold of NVMe it goes on there
+                if effect.tier == "gpu":
+                    pass  # what is pinned stays in host memory, or on NVMe
+                elif (
+                    effect.tier != "disk" and effect.to != "disk"
+                ):  # beyond what pins may hold of NVMe it goes on there
                     assert not self.is_pinned(effect.tier, effect.key), "pinned, and evicted"
                 elif effect.to == "dropped":
                     assert not self.is_pinned("nvme", effect.key), "pinned, and evicted from the last tier"
                 assert effect.tokens == effect.blocks * self.state._ledger.groups[effect.group].block_tokens
                 self.told[effect.reason] += effect.blocks * (effect.to == "dropped")
-                if effect.tier != "host" and effect.to != "disk":
+                if effect.tier in ("nvme", "disk") and effect.to != "disk":
                     self.take_back(effect.group, effect.key)  # while the worker is away, nothing else tells of it
+            elif isinstance(effect, OnDevice):
+                self.instruct_device(effect.device, effect.instruction)
             elif isinstance(effect, OnDisk):
                 self.instruct_on_disk(effect.instruction)
             elif not isinstance(effect, Dropped | NeverHit | Regretted):
@@ -453,8 +491,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert not self.slots_of_engines() & set(range(offset, offset + size, PAGE)), "wiped under somebody"
         if isinstance(instruction, Read):
             assert not self.tainted.keys() & set(instruction.slots), "memory is used that still holds what was purged"
-            taken = self.slots_of_engines() | self.worker.slots_in_use() | self.disk_worker.slots_in_use()
-            assert not taken & set(instruction.slots), "a read would overwrite a slot that somebody uses"
+            assert not self.slots_in_use() & set(instruction.slots), "a read would overwrite a slot that somebody uses"
         if isinstance(instruction, Write):
             content = self.here.arena.read(instruction.slots)
             assert content == stamps(instruction.keys, instruction.rank), f"a write of foreign blocks: {content}"
@@ -466,8 +503,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.is_disk_worker_up, f"nobody is there to take {instruction}"
         if isinstance(instruction, Read):
             assert not self.tainted.keys() & set(instruction.slots), "memory is used that still holds what was purged"
-            taken = self.slots_of_engines() | self.worker.slots_in_use() | self.disk_worker.slots_in_use()
-            assert not taken & set(instruction.slots), "a read would overwrite a slot that somebody uses"
+            assert not self.slots_in_use() & set(instruction.slots), "a read would overwrite a slot that somebody uses"
         if isinstance(instruction, Demote):
             assert (instruction.group, instruction.rank, instruction.key) not in [
                 (op.group, op.rank, op.key) for op in self.worker.waiting if isinstance(op, (Remove, SetAside))
@@ -487,13 +523,19 @@ class CacheMachine(RuleBasedStateMachine):
                     promise.end_before(set(split(file.keys)))
 
     def slots_of_engines(self) -> set[int]:
-        tickets = {offset for ticket in self.here.tickets.values() for offset in ticket.answer.offsets}
+        tickets = {
+            offset
+            for ticket in self.here.tickets.values()
+            for offset in ticket.answer.offsets
+            if offset not in ticket.lost
+        }
         leases = {
             offset
             for holding in self.here.holdings.values()
             if not holding.revocable
             for offsets, _, _ in holding.live_parts()
             for offset in offsets
+            if offset not in holding.lost
         }
         return tickets | leases
 
@@ -555,7 +597,8 @@ class CacheMachine(RuleBasedStateMachine):
             "first": first,
             "tokens": prompt.tokens_from(first),
         }
-        taken = self.slots_of_engines() | self.worker.slots_in_use() | self.disk_worker.slots_in_use()
+        arguments |= self.device_arguments()
+        taken = self.slots_in_use()
         visible = prompt.block_keys[: self.state.match(prompt.group, prompt.keys).blocks]
         answer, effects = self.state.reserve(**arguments, now=self.now)
         self.absorb(effects)
@@ -588,7 +631,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(answer.offsets) == len(answer.generations) == answer.states.count(GRANTED)
         assert len(set(answer.offsets)) == len(answer.offsets)
         others = [other for other in self.here.tickets.values() if other.rank == rank and not other.purged]
-        pending = {key for other in others for key in other.keys}
+        pending = {key for other in others for key in other.keys} | self.keys_landing(rank)
         committed = self.committed.get((ticket.prompt.group, rank), set())
         for at, state in enumerate(answer.states):
             key = ticket.prompt.key(ticket.first + at)
@@ -745,6 +788,7 @@ class CacheMachine(RuleBasedStateMachine):
             "max_blocks": max_blocks,
             "deadline": self.now + wait,
             "revocable": is_revocable,
+            **self.device_arguments(),
         }
         matched = self.state.match(prompt.group, prompt.keys)
         answer, effects = self.state.acquire(**arguments, now=self.now)
@@ -1266,14 +1310,15 @@ class CacheMachine(RuleBasedStateMachine):
                 self.committed.setdefault((spec.group, rank), set()).difference_update(gone)
         for promise in self.promised:
             promise.end_before(gone)
-        for slab in self.state._ledger.pool._slabs.values():  # who writes a wide slot writes all of its pages
-            for slot in slab.used:
+        pools = [self.state._ledger.pool, *(pool.slots for pool in self.state._ledger.devices.pools if pool.slots)]
+        for slab in [slab for pool in pools for slab in pool._slabs.values()]:
+            for slot in slab.used:  # who writes a wide slot writes all of its pages
                 self.here.arena.zero(slot + PAGE, slab.slot_bytes - PAGE)
         self.tainted |= {slot: content for slot, content in self.here.arena.items() if content[0] in gone}
         for ticket in self.here.tickets.values():
             if set(ticket.prompt.block_keys) & gone:
                 ticket.purged = True
-                self.tainted |= dict.fromkeys(ticket.answer.offsets)
+                self.tainted |= dict.fromkeys(set(ticket.answer.offsets) - ticket.lost)
 
     def head_of(self, key: bytes) -> bytes:
         """Of the extent that holds the block; the block itself where none does."""
@@ -1343,6 +1388,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.balances.of_account(Account.HOST) == there
         on_disk = {group: num_bytes for group, num_bytes in self.state.disk_balances() if num_bytes}
         assert self.balances.of_account(Account.DISK) == on_disk
+        on_devices = {group: num_bytes for group, num_bytes in self.state.gpu_balances() if num_bytes}
+        assert self.balances.of_account(Account.GPU) == on_devices
 
     @invariant()
     def every_leased_block_carries_its_own_stamp(self) -> None:
@@ -1351,7 +1398,10 @@ class CacheMachine(RuleBasedStateMachine):
                 for offsets, generations, expected in holding.live_parts():
                     now = [incarnation.generations[offset // PAGE] for offset in offsets]
                     content = holding.arena.read(offsets)
-                    if not holding.revocable:
+                    if holding.lost:
+                        lost = [offset in holding.lost for offset in offsets]
+                        assert all(now[at] != generations[at] for at, is_lost in enumerate(lost) if is_lost)
+                    elif not holding.revocable:
                         assert now == generations, "a slot was given up under its reader"
                         assert content == expected
                     for index, stamp in enumerate(expected):
@@ -1400,7 +1450,8 @@ class CacheMachine(RuleBasedStateMachine):
                 owners[slot] = owner
 
         for ticket in self.here.tickets.values():
-            claim(ticket.answer.offsets, f"ticket {ticket.grant!r}")
+            claim([slot for slot in ticket.answer.offsets if slot not in ticket.lost], f"ticket {ticket.grant!r}")
+        self.claim_beside(claim)
         for block in ledger.staged.values():
             claim(list(block.slots.values()), f"staged {block.key[:4].hex()}")
             for rank, slot in block.slots.items():
@@ -1417,13 +1468,29 @@ class CacheMachine(RuleBasedStateMachine):
             claim([slot], owner)
         for wipe in self.state._wiping.all():
             claim(wipe.slots, "a wipe")
-        assert set(owners) == ledger.pool.used_slots(), "slots in use that nobody owns, or the other way round"
+        used = ledger.pool.used_slots() | self.slots_used_in_pools()
+        assert set(owners) == used, "slots in use that nobody owns, or the other way round"
+
+    def claim_beside(self, claim: Callable[[list[int], str], None]) -> None:
+        """Of what engines know nothing."""
+
+    def slots_used_in_pools(self) -> set[int]:
+        return set()
+
+    def keys_landing(self, rank: int) -> set[bytes]:
+        """Committed, and not to be seen before they are copied from a device."""
+        return set()
+
+    def slots_in_use(self) -> set[int]:
+        """That engines or workers may touch."""
+        workers = self.worker.slots_in_use() | self.disk_worker.slots_in_use() | self.slots_of_devices()
+        return self.slots_of_engines() | workers
 
     def extents_outside_the_tree(self) -> set[object]:
         ledger, cascade = self.state._ledger, self.state._cascade
         extents = cascade.extents_in_operations()
         extents |= {segment.extent for lease in ledger.leases.values() for segment in lease.path}
-        extents |= {extent for ticket in ledger.tickets.values() for extent in ticket.path}
+        extents |= {extent for ticket in ledger.writers() for extent in ticket.path}
         return extents - set(ledger.tree)
 
     @invariant()
@@ -1439,7 +1506,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def booked_bytes(self) -> int:
         """What the core says lies on the disk, or will, what a purge could not yet remove included."""
-        nvme = self.state.tiers()[1]
+        (nvme,) = [tier for tier in self.state.tiers() if tier.tier == "nvme"]
         return nvme.used_bytes + nvme.reserved_bytes + self.state._cascade.nvme.stranded_bytes
 
     @invariant()
@@ -1467,7 +1534,8 @@ class CacheMachine(RuleBasedStateMachine):
                             prompt.key(index) in self.harmed_on_disk(prompt.group, rank)
                             or self.tier.has_block(prompt.group, rank, segment.extent.key, at)
                         )
-                        assert in_host or on_disk or in_tier, "matched, and nowhere"
+                        in_pool = at < self.state._ledger.devices.longest_of_rank(segment.extent, rank)
+                        assert in_host or on_disk or in_tier or in_pool, "matched, and nowhere"
                         assert in_host or index >= match.host_blocks
 
     @invariant()
@@ -1565,7 +1633,8 @@ class CacheMachine(RuleBasedStateMachine):
     def work_until_quiet(self) -> None:
         for _ in range(200):
             disk_is_idle = not (self.disk_worker.waiting or self.disk_worker.unheard) or not self.is_disk_worker_up
-            if not (self.worker.waiting or self.worker.unheard) and disk_is_idle:
+            is_idle = not self.devices_do_all()
+            if not (self.worker.waiting or self.worker.unheard) and disk_is_idle and is_idle:
                 return
             self.worker.run_all()
             self.hear_all()

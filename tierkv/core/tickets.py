@@ -197,9 +197,10 @@ class Tickets:
             self._end_ticket(grant, Refused(Reason.DEVICE_DOWN))
             return Refused(Reason.DEVICE_DOWN)
         if ticket.device >= 0:
-            return self._begin_landing(ticket)
-        self._forget_ticket(ticket)
-        self._publish(ticket, now)
+            self._begin_landing(ticket)
+        else:
+            self._forget_ticket(ticket)
+            self._publish(ticket, now)
         visible = bisect_left(ticket.blocks, path_blocks(ledger.tree.walk(ticket.group, ticket.keys)))
         answer = Committed(visible, len(ticket.blocks) - visible)
         ledger.ended.remember(grant, answer)
@@ -211,16 +212,13 @@ class Tickets:
             for extent in list(self._ledger.unsealed):
                 self._cascade.seal(extent, now)
 
-    def _begin_landing(self, ticket: TicketState) -> Committed:
+    def _begin_landing(self, ticket: TicketState) -> None:
         """Its holder has done its part: from here on nothing but the device's worker touches the slots. The blocks are
         its own until they are in host memory, and the prefix before them stays."""
         ledger = self._ledger
         self._leave_holder(ticket)
         ledger.landings[ticket.grant] = ticket
         self._cascade.devices.land(ticket)
-        answer = Committed(0, len(ticket.blocks))
-        ledger.ended.remember(ticket.grant, answer)
-        return answer
 
     def _landed(self, ticket: TicketState, problem: Reason | None, now: float) -> None:
         """Nothing touches its slots any more: they have the blocks, unless there was a problem."""
