@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from e2e.harness import Node, StampedEngine, data_of
+from tests.client.test_coded_groups import SHAPE, coded_identity
 from tests.verdicts import FP8, measured, verdict, write_passing
 from tierkv.client import connect
 from tierkv.core.reasons import Reason
 from tierkv.node.control import MAX_JUDGED
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.verdicts import write_verdict
-from tierkv.torture.stamped import identity
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,8 +64,7 @@ def test_a_front_that_is_replaced_knows_the_verdicts(tmp_path: Path) -> None:
 def test_a_group_with_a_lossy_codec_and_no_verdict_is_refused_by_name(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         node.start()
-        base = identity()
-        coded = msgspec.structs.replace(base, layout=msgspec.structs.replace(base.layout, codec=FP8))
+        coded = coded_identity()
         with connect(node.endpoint) as client:
-            assert client.ask_codec(base.weights).reason is None, "a node of raw blocks misses nothing"
-            assert client.open(coded).match(list(range(64))).reason is Reason.NO_VERDICT
+            assert client.ask_codec(coded.weights).reason is None, "a node of raw blocks misses nothing"
+            assert client.open(coded, kv_shape=SHAPE).match(list(range(64))).reason is Reason.NO_VERDICT

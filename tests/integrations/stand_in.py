@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.client.answers import Committed, Sealed
+from tierkv.client.answers import CodecAnswer, Committed, Sealed
 from tierkv.core.identity import Identity
 from tierkv.core.keys import KEY_BYTES, chain_keys, count_keys, key_at, pack_tokens
 from tierkv.core.reasons import Reason
@@ -142,9 +142,15 @@ class StandInGroup:
 class StandInClient:
     """Keeps its groups by identity, as a node does: engines that declare the same one share what is stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: CodecAnswer | None = None) -> None:
         self.groups: dict[bytes, StandInGroup] = {}
         self.declared: list[dict[str, Any]] = []
+        self.asked: list[tuple[str, str]] = []
+        self.codec = codec or CodecAnswer()
+
+    def ask_codec(self, weights: str, adapter: str = "") -> CodecAnswer:
+        self.asked.append((weights, adapter))
+        return self.codec
 
     def open(self, identity: Identity, **declared: Any) -> StandInGroup:
         self.declared.append(declared)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from tests.integrations.tiny import HEAD_DIM, HEADS, LAYERS, prompt, tiny_config, tiny_llama
+from tierkv.core.codec import Fp8
 from tierkv.errors import LayoutMismatch
 from tierkv.integrations.kv_blocks import BlockShape, CacheDestination, CacheSource, shape_of
 
@@ -124,3 +125,24 @@ def test_layers_that_differ_in_shape_are_refused_by_name() -> None:
     cache.layers[1].values = cache.layers[1].values[:, :1]
     with pytest.raises(LayoutMismatch, match=r"layers\[1\]\.values"):
         shape_of(cache, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_codec_finds_each_head_where_the_block_has_it(dtype: torch.dtype) -> None:
+    """One layer's values of one head are changed: one scale changes, and the numbers behind it."""
+    shape = BlockShape(layers=2, heads=3, block_tokens=4, head_dim=8, dtype=dtype)
+    assert shape.kv_shape is not None
+    codec = Fp8(shape.kv_shape)
+    assert codec.raw_bytes == (shape.block_bytes,)
+    numbers = torch.randn((2, 2, 3, 4, 8), generator=torch.Generator().manual_seed(1)).to(dtype)
+    changed = numbers.clone()
+    changed[1, 1, 2] *= 3
+    coded = np.empty((2, sum(codec.block_bytes)), np.uint8)
+    raw = torch.stack([numbers, changed]).view(torch.uint8).numpy().reshape(2, -1)
+    assert codec.encode(raw, coded) == 2
+    scales = coded[:, : 4 * 12].view("<f4")
+    assert np.flatnonzero(scales[0] != scales[1]).tolist() == [(1 * 2 + 1) * 3 + 2]
+
+
+def test_no_codec_is_for_an_element_type_that_it_does_not_know() -> None:
+    assert BlockShape(layers=1, heads=1, block_tokens=4, head_dim=8, dtype=torch.float64).kv_shape is None

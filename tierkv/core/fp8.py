@@ -20,12 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import numpy as np
 
 ElementType = Literal["bfloat16", "float16", "float32"]
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def is_element(name: str) -> TypeGuard[ElementType]:
+    return name in ITEM_BYTES
+
 
 Pieces = np.ndarray
 """[piece, head, token, dim]: of the raw block as unsigned integers of the element's size, anyhow strided; of the coded

@@ -25,6 +25,7 @@ class Reason(StrEnum):
     NOT_PERSISTENT = "not_persistent"
     DEVICE_DOWN = "device_down"  # the worker that has the pool of a GPU is away, or its pool is another one now
     DEVICE_FULL = "device_full"  # no room in the pool of a GPU for what ranks so low
+    NO_SHAPE = "no_shape"  # a lossy codec must know where each head's numbers stand, which these pages don't tell
     NO_VERDICT = "no_verdict"  # a lossy codec that no eval has passed for these weights
     # bytes
     CHECKSUM = "checksum"

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from tierkv.core.codec import KVShape
+from tierkv.core.fp8 import is_element
 from tierkv.errors import LayoutMismatch
 
 AXES = "layer,kv,head,token,dim"
@@ -44,6 +46,16 @@ class BlockShape:
     @property
     def block_bytes(self) -> int:
         return self.pieces * self.piece_bytes
+
+    @property
+    def kv_shape(self) -> KVShape | None:
+        """Where a codec finds the numbers of each head; None for an element type that none is for."""
+        element = str(self.dtype).removeprefix("torch.")
+        if not is_element(element):
+            return None
+        return KVShape.head_first(
+            element=element, layers=self.layers, heads=self.heads, tokens=self.block_tokens, dim=self.head_dim
+        )
 
 
 def shape_of(cache: DynamicCache, block_tokens: int) -> BlockShape:

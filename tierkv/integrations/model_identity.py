@@ -4,7 +4,7 @@
     config    digest of the model's settings, less those listed in DOES_NOT_MATTER, and of what the running process
               adds to them: attention implementation, element types of the parameters, precision of fp32 products,
               the class, and for classes from outside of the library the source they were made from
-    layout    element type, bytes, axes and tokens of a block, and the engine: library release (major.minor),
+    layout    element type, codec, bytes, axes and tokens of a block, and the engine: library release (major.minor),
               attention implementation and device type
 
 Not in it, on purpose: the number of threads, the release of torch and the processor's instruction set. They decide how
@@ -22,6 +22,7 @@ import torch
 import transformers
 from blake3 import blake3
 
+from tierkv.core.codec import BlockCodec, coded_layout
 from tierkv.core.identity import Identity, Layout
 from tierkv.errors import IdentityError
 from tierkv.integrations.identity_common import HF_DOES_NOT_MATTER, digest_settings, element_type
@@ -40,22 +41,24 @@ def identity_of(
     adapter: str = "",
     salt: str = "",
     epoch: str = "",
+    codec: BlockCodec | None = None,
 ) -> Identity:
-    """The identity under which KV of `model`, in blocks of `shape`, is stored.
+    """The identity under which KV of `model`, in blocks of `shape`, is stored; coded, where there is a `codec`.
 
     `weights` and `adapter` are fingerprints of file contents; `epoch` is for a model whose weights no file holds (see
     `random_epoch`). IdentityError when a setting can't be told apart from another.
     """
+    layout = Layout(
+        dtype=element_type(shape.dtype),
+        block_bytes=(shape.block_bytes,),
+        axes=AXES,
+        block_tokens=shape.block_tokens,
+        engine=engine_name(model),
+    )
     return Identity(
         weights=weights,
         config=config_digest(settings_of(model)),
-        layout=Layout(
-            dtype=element_type(shape.dtype),
-            block_bytes=(shape.block_bytes,),
-            axes=AXES,
-            block_tokens=shape.block_tokens,
-            engine=engine_name(model),
-        ),
+        layout=layout if codec is None else coded_layout(layout, codec),
         adapter=adapter,
         salt=salt,
         epoch=epoch,

@@ -31,8 +31,9 @@ class CacheUse:
 
     `reused_tokens` = `host_tokens` + `nvme_tokens`: by the tier they lay in when the request came. `cached_tokens` is
     what the node had: more than was reused if time or room was short, which `reason` names. `stored_blocks` are
-    those this request gave to the node (others were there already); `store_reason` says why not all. `fault` is
-    the text of an exception of ours that was set aside so that the request could go on.
+    those this request gave to the node (others were there already); `store_reason` says why not all. Bytes are those in
+    the node: of coded blocks, where the group has a codec. `fault` is the text of an exception of ours that was set
+    aside so that the request could go on.
     """
 
     prompt_tokens: int
@@ -112,7 +113,7 @@ class Request:
         use.reused_tokens = loaded.blocks * block_tokens
         use.nvme_tokens = loaded.nvme_blocks * block_tokens
         use.host_tokens = use.reused_tokens - use.nvme_tokens
-        use.loaded_bytes = loaded.blocks * self._shape.block_bytes
+        use.loaded_bytes = loaded.blocks * self._settings.group.block_bytes
 
     def computed(self, seconds: float) -> None:
         """What of the prompt was not reused has been computed, in `seconds`: the node reckons with that."""
@@ -159,7 +160,7 @@ class Request:
             deadline_seconds=self._settings.store_deadline_seconds,
         )
         use.stored_blocks += given.stored_blocks
-        use.stored_bytes += given.stored_blocks * self._shape.block_bytes
+        use.stored_bytes += given.stored_blocks * self._settings.group.block_bytes
         use.store_reason = given.reason
         prefix.give(waiting.stop)
         if not given.is_whole:

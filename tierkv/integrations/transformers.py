@@ -28,6 +28,7 @@ from transformers import DynamicCache
 
 from tierkv.client import Client, Group, Sealed
 from tierkv.core.identity import Identity
+from tierkv.integrations.connector.codec_choice import CodecChoice, choose_codec
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import GroupSpec
 from tierkv.integrations.connector.transfer import open_group
@@ -78,9 +79,11 @@ class PrefixCache:
     """One model under one identity, for one request at a time.
 
     Making it proves on the model that blocks can serve it (UnsupportedModel otherwise) and makes the identity
-    (IdentityError if it can't be made); it needs no node. `salt` parts tenants. `adapter` is the fingerprint of the
-    adapter's files if one is loaded. `load_deadline_seconds` is the longest that a request waits for blocks to come
-    from NVMe. While an answer grows its blocks are stored `store_every_blocks` at a time, and the rest at its end.
+    (IdentityError if it can't be made); it needs no node, but one that answers is asked which codec this model's blocks
+    are stored with, and without its word they are stored as they are (`codec` says why). `salt` parts tenants.
+    `adapter` is the fingerprint of the adapter's files if one is loaded. `load_deadline_seconds` is the longest that a
+    request waits for blocks to come from NVMe. While an answer grows its blocks are stored `store_every_blocks` at a
+    time, and the rest at its end.
     """
 
     def __init__(
@@ -100,12 +103,18 @@ class PrefixCache:
         check_model(self._model, adapter=adapter)
         shape = shape_of(probe(self._model), block_tokens)
         self._mark = loaded.mark
+        self._codec_choice = choose_codec(client, loaded.weights if not loaded.epoch else "", adapter, shape.kv_shape)
+        codec = self._codec_choice.codec
         self._identity = identity_of(
-            self._model, shape, weights=loaded.weights, adapter=adapter, salt=salt, epoch=loaded.epoch
+            self._model, shape, weights=loaded.weights, adapter=adapter, salt=salt, epoch=loaded.epoch, codec=codec
         )
         self._store_every_blocks = store_every_blocks
         spec = GroupSpec(
-            identity=self._identity, model_name=loaded.name, adapter_name=adapter_name, manifest=loaded.manifest
+            identity=self._identity,
+            model_name=loaded.name,
+            adapter_name=adapter_name,
+            manifest=loaded.manifest,
+            kv_shape=None if codec is None else shape.kv_shape,
         )
         self._settings = RequestSettings(
             group=open_group(client, spec, block_bytes=shape.block_bytes),
@@ -119,6 +128,11 @@ class PrefixCache:
     @property
     def identity(self) -> Identity:
         return self._identity
+
+    @property
+    def codec(self) -> CodecChoice:
+        """How the node wants this model's blocks, which it was asked for once."""
+        return self._codec_choice
 
     @property
     def group(self) -> Group:

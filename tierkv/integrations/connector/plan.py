@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tierkv.core.codec import KVShape
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.reasons import Reason
@@ -25,12 +26,13 @@ Pages = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """All that is needed to open a group, whichever process does it."""
+    """All that is needed to open a group, whichever process does it. `kv_shape` where the layout names a codec."""
 
     identity: Identity
     model_name: str = ""
     adapter_name: str = ""
     manifest: tuple[ManifestEntry, ...] = ()
+    kv_shape: KVShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ def open_group(client: Client, spec: GroupSpec, *, rank: int = 0, block_bytes: i
         manifest=spec.manifest,
         block_bytes=block_bytes,
         persistent=spec.identity.is_persistent,
+        kv_shape=spec.kv_shape,
     )
 
 
