@@ -66,7 +66,9 @@ from tierkv.wire.session import (
     NODE_SOCKET_NAME,
     SESSION_SOCKET_NAME,
     Detach,
+    DeviceRefused,
     IncarnationEnded,
+    MapDevice,
     SessionGrant,
     SessionRefused,
     decode_packet,
@@ -313,10 +315,15 @@ class FakeNode:
         message = decode_packet(packet)
         if isinstance(message, Detach):
             self.detached.append(message.incarnation)
+        elif isinstance(message, MapDevice):
+            self._map_device(connection, message)
         elif self.refuse_sessions is not None:
             connection.send(encode_packet(self.refuse_sessions))
         elif not self.silent_sessions:
             self._grant(connection)
+
+    def _map_device(self, connection: socket.socket, message: MapDevice) -> None:
+        connection.send(encode_packet(DeviceRefused(code="no_pool", problem="this node has no pool")))
 
     def _drain_sessions(self) -> None:
         while ready := select.select(list(self._sessions), [], [], 0)[0]:

@@ -3,6 +3,8 @@
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import Client, Group, Lease, Operator, Ticket, connect, connect_operator
 from tierkv.client.buffers import BlockReader, BlockWriter
+from tierkv.client.device.pages import DevicePages
+from tierkv.client.device.pool import HOLDERS, DevicePool
 from tierkv.client.prompt import KeyChain
 
 __all__ = [
@@ -19,6 +21,9 @@ __all__ = [
     "Sealed",
     "KeyChain",
     "Counters",
+    "DevicePool",
+    "DevicePages",
+    "HOLDERS",
     "CodecAnswer",
     "connect_operator",
     "Operator",

@@ -24,6 +24,7 @@ from tierkv.client.aio_links import AsyncLinks
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.blocking import DEFAULT_TIMEOUT_SECONDS, make_state
 from tierkv.client.copying import deliver_to
+from tierkv.client.device.pool import DevicePool, OfHolders
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
 from tierkv.client.operators import (
@@ -348,6 +349,12 @@ class Client(Operator):
         reason."""
         return await self._run(self._verbs.ask_codec(weights, adapter))
 
+    async def map_device(self, device: str) -> DevicePool:
+        """As the blocking `map_device`."""
+        pool = self._state.pool(device)
+        await self._run(self._verbs.map_device(pool))
+        return pool
+
     async def session_token(self) -> bytes:
         return await self._run(self._verbs.session_token())
 
@@ -374,6 +381,7 @@ class Group(GroupCore):
         holders: tuple[Holder, ...] = (),
         revocable: bool = False,
         name: str = "",
+        device: DevicePool | OfHolders | None = None,
     ) -> Opening[Lease]:
         async def ask() -> Lease:
             verb = self._verbs.acquire(
@@ -384,6 +392,7 @@ class Group(GroupCore):
                 holders=holders,
                 revocable=revocable,
                 name=name,
+                device=device,
             )
             return Lease(await self._client._run(verb), self._client)
 
@@ -422,6 +431,7 @@ class Group(GroupCore):
         keys: bytes | None = None,
         extras: Extras | None = None,
         deadline_seconds: float = 1.0,
+        device: DevicePool | None = None,
     ) -> Opening[Ticket]:
         async def ask() -> Ticket:
             verb = self._verbs.reserve(
@@ -431,6 +441,7 @@ class Group(GroupCore):
                 keys=keys,
                 extras=extras,
                 deadline_seconds=deadline_seconds,
+                device=device,
             )
             return Ticket(await self._client._run(verb), self._client)
 
@@ -444,6 +455,7 @@ class Group(GroupCore):
         tokens: bytes,
         extras: Extras | None = None,
         deadline_seconds: float = 1.0,
+        device: DevicePool | None = None,
     ) -> Opening[Ticket]:
         async def ask() -> Ticket:
             verb = self._verbs.reserve_tail(
@@ -453,6 +465,7 @@ class Group(GroupCore):
                 tokens=tokens,
                 extras=extras,
                 deadline_seconds=deadline_seconds,
+                device=device,
             )
             return Ticket(await self._client._run(verb), self._client)
 

@@ -15,7 +15,7 @@ import zmq.asyncio
 from tierkv.client.links import configure, disconnect, id_of
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Ask, Connect, Pause, Silence, Step, Tell, Verb
+from tierkv.client.steps import Ask, Connect, MapPool, Pause, Silence, Step, Tell, Verb
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
 from tierkv.wire.messages import AnyReply, Request
@@ -186,6 +186,8 @@ class AsyncLinks:
     async def _perform(self, step: Step) -> Any:
         if isinstance(step, Connect):
             return await asyncio.to_thread(self._state.connect, step.until)
+        if isinstance(step, MapPool):
+            return await asyncio.to_thread(step.pool.map_under, step.session, step.until)
         if isinstance(step, Pause):
             return await asyncio.sleep(step.seconds)
         link = await self._link_of(step)

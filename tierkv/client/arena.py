@@ -22,13 +22,14 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class ArenaMap:
-    """`readable` and `writable` are the arena as bytes, `generations` one u64 a page. Views of them keep the memory
-    mapped. The descriptors may be closed once this is made. Raises OSError where the memory can't be mapped."""
+    """`readable` and `writable` are the arena as bytes, `generations` one u64 a page: the arena's, and behind them
+    those of the pools of devices, where the node has any. Views of them keep the memory mapped. The descriptors may be
+    closed once this is made. Raises OSError where the memory can't be mapped."""
 
     def __init__(self, arena_fd: int, generations_fd: int, *, arena_bytes: int, page_bytes: int) -> None:
-        generations_bytes = arena_bytes // page_bytes * GENERATION_BYTES
         _require_size("arena", arena_fd, arena_bytes)
-        _require_size("generations", generations_fd, generations_bytes)
+        _require_size("generations", generations_fd, arena_bytes // page_bytes * GENERATION_BYTES)
+        generations_bytes = os.fstat(generations_fd).st_size // GENERATION_BYTES * GENERATION_BYTES
         self.arena_bytes = arena_bytes
         self.page_bytes = page_bytes
         self._arena = _map(arena_fd, arena_bytes, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Counters, Match, Sealed
 from tierkv.client.copying import deliver_to
+from tierkv.client.device.pool import DevicePool, OfHolders
 from tierkv.client.endpoint import find_endpoint, find_node_user
 from tierkv.client.grants import LeaseCore, LeaseFacts, TicketCore, TicketFacts
 from tierkv.client.groups import GroupCore, GroupRecord, declare
@@ -378,6 +379,16 @@ class Client(Operator):
         reason."""
         return self._run(self._verbs.ask_codec(weights, adapter))
 
+    def map_device(self, device: str) -> DevicePool:
+        """The node's pool on a GPU ("cuda:0", as CUDA counts in this process; "cpu": in host memory), to be named in
+        `acquire` and `reserve`, and in DevicePages. The same for each call; it looks for the pool again where there
+        was none, or another one by now. Raises nothing: without a pool (`is_mapped`, `problem`) blocks go by way of
+        host memory. A pool that comes later, or comes back, is used by the next `acquire` or `reserve` that names it.
+        """
+        pool = self._state.pool(device)
+        self._run(self._verbs.map_device(pool))
+        return pool
+
     def session_token(self) -> bytes:
         """Names this process as a holder in another's `acquire`. Empty while the node is away; a new one after the
         node restarted."""
@@ -407,6 +418,7 @@ class Group(GroupCore):
         holders: tuple[Holder, ...] = (),
         revocable: bool = False,
         name: str = "",
+        device: DevicePool | OfHolders | None = None,
     ) -> Lease:
         """A lease on the longest cached prefix that can be in host memory before the deadline; use it in a `with`.
 
@@ -414,6 +426,9 @@ class Group(GroupCore):
         lease releases only the part that this process holds itself. A `revocable` lease may be taken back when it is
         held too long, which `copy_into` notices. `name` is the engine's id of the request, of which the node
         remembers the first 64 bytes for a while: `tierkv why` finds the request by it.
+
+        `device`: blocks that are in that pool are read there, the others in host memory. HOLDERS: those of each holder
+        in the pool that it has mapped itself.
         """
         packed = self._record.resolve_keys(tokens, keys)
         verb = self._verbs.acquire(
@@ -424,6 +439,7 @@ class Group(GroupCore):
             holders=holders,
             revocable=revocable,
             name=name,
+            device=device,
         )
         return Lease(self._client._run(verb), self._client)
 
@@ -468,10 +484,11 @@ class Group(GroupCore):
         keys: bytes | None = None,
         extras: Extras | None = None,
         deadline_seconds: float = 1.0,
+        device: DevicePool | None = None,
     ) -> Ticket:
         """A ticket for those of the prompt's blocks from `first_block` on that are missing; use it in a `with`, which
         aborts unless it was committed. `tokens` is the prompt from token 0, and only tokens that are final; `keys`,
-        where given, are its keys."""
+        where given, are its keys. `device`: into slots of that pool, as far as the node has room there."""
         verb = self._verbs.reserve(
             self._record,
             tokens,
@@ -479,6 +496,7 @@ class Group(GroupCore):
             keys=keys,
             extras=extras,
             deadline_seconds=deadline_seconds,
+            device=device,
         )
         return Ticket(self._client._run(verb), self._client)
 
@@ -490,6 +508,7 @@ class Group(GroupCore):
         tokens: bytes,
         extras: Extras | None = None,
         deadline_seconds: float = 1.0,
+        device: DevicePool | None = None,
     ) -> Ticket:
         """As `reserve`, for who has the keys of all blocks from token 0: `tokens`, packed as little-endian u32, are
         those of the blocks from `first_block` on."""
@@ -500,6 +519,7 @@ class Group(GroupCore):
             tokens=tokens,
             extras=extras,
             deadline_seconds=deadline_seconds,
+            device=device,
         )
         return Ticket(self._client._run(verb), self._client)
 
@@ -528,8 +548,9 @@ class Lease(LeaseCore):
         """Copy all blocks and tell how many, from the first, are valid. What lies behind those is undefined.
 
         `destination` is a writable buffer of at least `blocks` times `raw_block_bytes`, or has `write_blocks` (see
-        BlockWriter). In a group with a codec a block that can't be decoded ends the valid ones (`reason` bad_scale),
-        and the node is told. Raises LayoutMismatch or ValueError, before anything is copied, where it doesn't fit.
+        BlockWriter), or is a DevicePages: an engine's pages on a GPU. In a group with a codec a block that can't be
+        decoded ends the valid ones (`reason` bad_scale), and the node is told. Raises LayoutMismatch or ValueError,
+        before anything is copied, where it doesn't fit.
         """
         if self._facts.is_inline:
             target = self._fetch_target(destination)
@@ -573,8 +594,9 @@ class Ticket(TicketCore):
 
     def copy_from(self, source: Any) -> None:
         """Write all granted blocks. `source` is a buffer [blocks, block_bytes] whose first row is block `first_block`,
-        or has `read_blocks` (see BlockReader). In a group with a codec a block with inf or NaN is refused, and with it
-        the ticket: `commit` then publishes nothing (`non_finite`)."""
+        or has `read_blocks` (see BlockReader), or is a DevicePages. In a group with a codec a block with inf or NaN is
+        refused, and with it the ticket: `commit` then publishes nothing (`non_finite`). Nor does it where the pool has
+        ended meanwhile (`device_down`)."""
         self._copy_from(source)
 
     def commit(self, *, wait: str = CommitWait.VISIBLE) -> Committed:

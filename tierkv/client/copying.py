@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierkv.client.buffers import BlockReader, BlockWriter
+from tierkv.client.device.copies import copy_in_mixed, copy_out_mixed
+from tierkv.client.device.pages import DevicePages
 
 if TYPE_CHECKING:
+    from tierkv.client.device.pool import MappedPool
     from tierkv.client.slots import Slots
 
 Deliver = Callable[[int, np.ndarray], None]
@@ -48,13 +51,23 @@ def copy_out(slots: Slots, numbers: np.ndarray, destination: np.ndarray | BlockW
     """Copy the blocks `numbers`, which are in the first slots. How many, from the first, were copied; whether they are
     what was granted is for the generations to say, which are to be looked at now and not before."""
     deliver = deliver_to(destination)
+    if slots.pool is not None:
+        return copy_out_mixed(slots, slots.pool, numbers, _pages_of(destination, slots.pool), deliver)
     for first, blocks in slots.runs(numbers, slots.readable):
         deliver(first, blocks)
     return len(numbers)
 
 
-def copy_in(slots: Slots, numbers: np.ndarray, source: np.ndarray | BlockReader, first_block: int) -> None:
-    """Fill the slots of the blocks `numbers`."""
+def copy_in(slots: Slots, numbers: np.ndarray, source: np.ndarray | BlockReader, first_block: int) -> bool:
+    """Fill the slots of the blocks `numbers`. False when what is there now must not be published."""
     fill = fill_from(source, first_block)
+    if slots.pool is not None:
+        return copy_in_mixed(slots, slots.pool, numbers, _pages_of(source, slots.pool), fill)
     for first, blocks in slots.runs(numbers, slots.writable):
         fill(first, blocks)
+    return True
+
+
+def _pages_of(memory: object, pool: MappedPool) -> DevicePages | None:
+    """Pages that the pool's device can reach: only those of that device."""
+    return memory if isinstance(memory, DevicePages) and memory.pool is pool.owner else None

@@ -44,6 +44,7 @@ class LeaseFacts:
     blocks: int = 0
     nvme_blocks: int = 0
     disk_blocks: int = 0
+    device_blocks: int = 0
     cached_blocks: int = 0
     parts: tuple[LeasePart, ...] = ()
     reason: Reason | None = None
@@ -51,6 +52,16 @@ class LeaseFacts:
     is_inline: bool = False
     keys: bytes = b""
     bad_block: int | None = None
+
+    def cut(self, blocks: int, reason: Reason) -> None:
+        """Those behind can't be had. Where they came from isn't known of single ones: what is left counts as host's."""
+        self.blocks, self.reason = blocks, reason
+        self.nvme_blocks = self.disk_blocks = self.device_blocks = 0
+
+    def let_go_of_slots(self) -> None:
+        if self.slots is not None:
+            self.slots.let_go()
+            self.slots = None
 
 
 class LeaseCore:
@@ -78,6 +89,11 @@ class LeaseCore:
     def disk_blocks(self) -> int:
         """So many were read from the disk tier."""
         return self._facts.disk_blocks
+
+    @property
+    def device_blocks(self) -> int:
+        """So many are in the pool of a device: of the first rank that was named, where several were."""
+        return self._facts.device_blocks
 
     @property
     def cached_blocks(self) -> int:
@@ -149,7 +165,7 @@ class LeaseCore:
         """
         slots = self._slots()
         _refuse_coded(self._facts.group, "lease", "copy_into")
-        return [] if slots is None else list(slots.runs(self._numbers, slots.readable))
+        return [] if slots is None else list(slots.require_host().runs(self._numbers, slots.readable))
 
     def count_valid(self) -> int:
         """How many blocks, from the first, hold what was granted; proves what was read from them before this call."""
@@ -171,7 +187,7 @@ class LeaseCore:
             return None
         self._released = True
         facts = self._facts
-        facts.slots = None
+        facts.let_go_of_slots()
         return facts if facts.session is not None else None
 
     def _end_all(self) -> LeaseFacts | None:
@@ -187,7 +203,8 @@ class LeaseCore:
 @dataclass(slots=True, kw_only=True)
 class TicketFacts:
     """`granted` numbers the blocks (from token 0) that have a slot, in order. `staged`: they are written there, and
-    sent with the commit. `refused_block` can't be coded: nothing of the ticket is published."""
+    sent with the commit. `refused_block` can't be coded: nothing of the ticket is published. `is_lost`: what was
+    written can't be relied on, so it is not to be published."""
 
     group: GroupRecord
     first_block: int
@@ -199,6 +216,13 @@ class TicketFacts:
     granted: np.ndarray = field(default_factory=lambda: _NO_OFFSETS)
     reason: Reason | None = None
     refused_block: int | None = None
+    is_lost: bool = False
+
+    def let_go_of_slots(self) -> None:
+        if self.slots is not None:
+            self.is_lost |= self.slots.pool is not None and not self.slots.pool.is_usable
+            self.slots.let_go()
+            self.slots = None
 
 
 class TicketCore:
@@ -240,6 +264,7 @@ class TicketCore:
         _refuse_coded(self._facts.group, "ticket", "copy_from")
         if slots is None:
             return
+        slots.require_host()
         for first, rows in slots.runs(self._facts.granted, slots.writable):
             yield first, rows
             self._mark(first, len(rows))
@@ -250,6 +275,7 @@ class TicketCore:
         position = int(np.searchsorted(self._facts.granted, block_index))
         if slots is None or position >= len(self._facts.granted) or self._facts.granted[position] != block_index:
             raise ValueError(f"block {block_index} is not granted by this ticket")
+        slots.require_host()
         rows = as_rows(buffer, name="buffer", block_bytes=group.raw_block_bytes, blocks=1, writable=False)
         if len(rows) != 1:
             raise ValueError(f"buffer: {len(rows)} blocks, where one is to be written")
@@ -271,10 +297,10 @@ class TicketCore:
             return
         codec, first = self._facts.group.codec, self._facts.first_block
         if codec is None:
-            copy_in(slots, self._facts.granted, source, first)
+            self._facts.is_lost |= not copy_in(slots, self._facts.granted, source, first)
         else:
             encoding = Encoding(codec, source, first)
-            copy_in(slots, self._facts.granted, encoding, first)
+            self._facts.is_lost |= not copy_in(slots, self._facts.granted, encoding, first)
             if encoding.refused is not None:
                 self._refuse(encoding.refused)
         self._written[:] = True
@@ -305,7 +331,7 @@ class TicketCore:
             return None
         self._ended = True
         facts = self._facts
-        facts.slots = None
+        facts.let_go_of_slots()
         return facts if facts.session is not None else None
 
 

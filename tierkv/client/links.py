@@ -25,7 +25,7 @@ import zmq
 
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Connect, Pause, Silence, Tell, Verb
+from tierkv.client.steps import Connect, MapPool, Pause, Silence, Tell, Verb
 from tierkv.client.watch import SessionWatch
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
@@ -243,6 +243,9 @@ def drive(state: ClientState, pool: LinkPool, verb: Verb[T]) -> T:
                 told = state.connect(step.until)
                 if isinstance(told, Session):
                     pool.watch(told)
+            elif isinstance(step, MapPool):
+                step.pool.map_under(step.session, step.until)
+                told = None
             elif isinstance(step, Pause):
                 time.sleep(step.seconds)
                 told = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierkv.client.arena import ArenaMap
+from tierkv.client.device.exchange import SESSION_OVER, PoolExchange, PoolOffered
 from tierkv.core.reasons import Reason
 from tierkv.errors import WireError
 from tierkv.wire.messages import PROTOCOL_VERSION, ErrorCode
@@ -26,8 +27,12 @@ from tierkv.wire.session import (
     MAX_PACKET_BYTES,
     SESSION_SOCKET_NAME,
     Detach,
+    DeviceGrant,
+    DeviceRefused,
     IncarnationEnded,
     InlineGrant,
+    MapDevice,
+    PoolEnded,
     SessionGrant,
     SessionHello,
     SessionRefused,
@@ -72,6 +77,7 @@ class Session:
         self.over = False
         self.retired = False
         self.grants = 0
+        self.pools = PoolExchange()
         self._connection = connection
         connection.setblocking(False)  # with a timeout Python would wait for it in `look`, whatever the flags say
         self._looking = threading.Lock()
@@ -87,14 +93,33 @@ class Session:
         """Read what the supervisor has sent, without waiting."""
         with self._looking:
             while not self.over:
+                descriptors: list[int] = []
                 try:
-                    packet = self._connection.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+                    packet, descriptors, _flags, _address = socket.recv_fds(
+                        self._connection, MAX_PACKET_BYTES, 2, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                    )
                 except BlockingIOError:
                     return
                 except OSError:
                     packet = b""
-                if not packet or _ends(packet, self.incarnation):
+                if not packet or not self._take(packet, descriptors):
                     self._shut()
+
+    def map_device(self, wish: MapDevice, until: float) -> PoolOffered | DeviceRefused:
+        """Ask for the node's pool on a GPU, and wait for the answer until then (monotonic)."""
+
+        def send(message: MapDevice) -> None:
+            with self._looking:
+                self._connection.send(encode_packet(message), socket.MSG_DONTWAIT)
+
+        def look() -> bool:
+            self.look()
+            return not self.over
+
+        descriptor = self.duplicate()
+        if descriptor is None:
+            return SESSION_OVER
+        return self.pools.ask(wish, send=send, look=look, descriptor=descriptor, until=until)
 
     def end(self) -> None:
         """From now on `over`. The reading half is shut, so that everyone who waits on the socket wakes up."""
@@ -110,6 +135,23 @@ class Session:
                 self._connection.send(encode_packet(Detach(incarnation=self.incarnation)), socket.MSG_DONTWAIT)
             self._connection.close()
         return True
+
+    def _take(self, packet: bytes, descriptors: list[int]) -> bool:
+        """Whether the session goes on. A packet that can't be read ends it: what it said might have been that."""
+        try:
+            message = decode_packet(packet)
+        except WireError:
+            message = None
+        if isinstance(message, DeviceGrant | DeviceRefused):
+            self.pools.take_answer(message, descriptors)
+            return True
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(message, PoolEnded):
+            self.pools.take_end(message)
+        return message is not None and not (
+            isinstance(message, IncarnationEnded) and message.incarnation >= self.incarnation
+        )
 
     def _shut(self) -> None:
         self.over = True
@@ -267,12 +309,3 @@ def _remaining(until: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
-
-
-def _ends(packet: bytes, incarnation: int) -> bool:
-    """A packet that can't be read ends the session too: what it said might have been that."""
-    try:
-        message = decode_packet(packet)
-    except WireError:
-        return True
-    return isinstance(message, IncarnationEnded) and message.incarnation >= incarnation

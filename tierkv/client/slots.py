@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,15 +14,29 @@ from tierkv.client.groups import GroupRecord
 from tierkv.client.session import Session
 from tierkv.errors import ForkedClient
 
+if TYPE_CHECKING:
+    from tierkv.client.device.pool import MappedPool
+
 
 class Slots:
-    """The slots of a grant in one arena: one for each entry of `offsets`, int64. `generations` are packed, as sent.
+    """The slots of a grant: one for each entry of `offsets`, int64, in the arena, or in a pool if there is one.
+    `generations` are packed, as sent, and looked at in one place for slots of either kind.
 
     What is done for each grant is done in few steps: behind a copy, which has swept the processor's caches, every call
     takes microseconds.
     """
 
-    def __init__(self, session: Session, group: GroupRecord, offsets: np.ndarray, generations: bytes) -> None:
+    pool: MappedPool | None = None
+
+    def __init__(
+        self,
+        session: Session,
+        group: GroupRecord,
+        offsets: np.ndarray,
+        generations: bytes,
+        pool: MappedPool | None = None,
+    ) -> None:
+        """`pool`, held until `let_go`, has those slots whose addresses are beyond the arena."""
         arena = session.arena
         assert arena is not None, "only sessions that map the arena get grants"
         self.block_bytes = group.block_bytes
@@ -33,6 +48,19 @@ class Slots:
         self._current = arena.generations
         self._page_bytes = arena.page_bytes
         self._pid = os.getpid()
+        self.pool = pool
+
+    def let_go(self) -> None:
+        """Once, when no copy touches them any more."""
+        if self.pool is not None and os.getpid() == self._pid:
+            self.pool.let_go()
+        self.pool = None
+
+    def require_host(self) -> Slots:
+        """For views and single blocks, which are of the arena."""
+        if self.pool is not None:
+            raise ValueError("some of these slots are in a GPU's pool: use copy_into and copy_from")
+        return self
 
     def require_own_process(self) -> Slots:
         """A forked child hasn't got the memory: it must not even try."""
@@ -51,6 +79,14 @@ class Slots:
                 block_bytes=self.block_bytes,
             )
             yield int(blocks[start]), rows
+
+    def runs_at(self, places: np.ndarray, blocks: np.ndarray, memory: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """As `runs`, of the slots at these places only."""
+        chosen, offsets = blocks[places], self.offsets[places]
+        for start, end in find_runs(chosen, offsets, self.slot_bytes):
+            at = int(offsets[start])
+            rows = slot_rows(memory, at, end - start, slot_bytes=self.slot_bytes, block_bytes=self.block_bytes)
+            yield int(chosen[start]), rows
 
     def count_valid(self, first: int = 0, end: int | None = None) -> int:
         """How many of the slots [first, end), from the first of them, still hold what was granted: what was read from

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tierkv.client.answers import Counters
 from tierkv.client.breaker import CircuitBreaker, Permit
+from tierkv.client.device.pool import DevicePool
 from tierkv.client.doubts import Doubts, Ending
 from tierkv.client.groups import GroupRecord
 from tierkv.client.prefill_reports import PrefillReports
@@ -58,6 +59,7 @@ class ClientState:
         self._breaker = CircuitBreaker()
         self._doubts = Doubts()
         self._prefills = PrefillReports()
+        self._pools: dict[str, DevicePool] = {}
         self._reasons: Counter[Reason] = Counter()
         self._calls = self._sessions_opened = self._stale = self._unreadable = 0
         self._logged_at = -LOG_EVERY_SECONDS
@@ -173,6 +175,19 @@ class ClientState:
                 self._session = None
                 self._retire(session)
 
+    def pool(self, device: str) -> DevicePool:
+        """The one for that device, made once."""
+        with self._lock:
+            pool = self._pools.get(device)
+            if pool is None:
+                pool = self._pools[device] = DevicePool(device)
+                if self.closed:
+                    pool.close()
+            return pool
+
+    def pools(self) -> tuple[DevicePool, ...]:
+        return tuple(self._pools.values()) if self._pools else ()
+
     def forget_group(self, key: bytes) -> None:
         """Nobody uses it any more: who opens it again asks the node again."""
         session = self._session
@@ -196,6 +211,8 @@ class ClientState:
     def _retire(self, session: Session) -> None:
         session.retired = True
         session.end()
+        for pool in self._pools.values():
+            pool.drop(session)
         self._doubts.session_over(session)
         self._retired.append(session)
         self._sweep()
@@ -292,4 +309,6 @@ class ClientState:
             session, self._session = self._session, None
             if session is not None:
                 self._retire(session)
+            for pool in self._pools.values():
+                pool.close()
             self._sweep()

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tierkv.client.device.pool import DevicePool
 from tierkv.client.session import Session
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import Request
@@ -38,6 +39,15 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class MapPool:
+    """Have the node's pool mapped under `session`, if it can be. Told: nothing."""
+
+    pool: DevicePool
+    session: Session
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Let so much time go by. Told: nothing."""
 
@@ -51,5 +61,5 @@ class Silence:
     reason: Reason
 
 
-Step = Connect | Ask | Tell | Pause
+Step = Connect | Ask | Tell | MapPool | Pause
 Verb = Generator[Step, Any, T]

@@ -3,18 +3,22 @@ is a smaller answer with a reason; what a node says is checked before it is used
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import numpy as np
 
 from tierkv.client.answers import CodecAnswer, Committed, CommitWait, Match, Sealed, reason_of_text
 from tierkv.client.asking import Answer, Failure
+from tierkv.client.device.placing import Placed, place
+from tierkv.client.device.pool import HOLDERS, MAP_SECONDS, DevicePool, MappedPool, OfHolders
 from tierkv.client.grants import LeaseFacts, TicketFacts, granted_blocks
 from tierkv.client.groups import GroupRecord
 from tierkv.client.inline import InlineVerbs, StagedBlocks
 from tierkv.client.prompt import Extras, TokenIds, pack_prompt
 from tierkv.client.session import Session
 from tierkv.client.slots import Slots, slot_bytes
-from tierkv.client.steps import Verb
+from tierkv.client.steps import MapPool, Verb
 from tierkv.core.keys import KEY_BYTES, NO_EXTRAS, TOKEN_BYTES, chain_keys
 from tierkv.core.reasons import Reason
 from tierkv.wire.messages import (
@@ -81,6 +85,7 @@ class Verbs(InlineVerbs):
         holders: tuple[Holder, ...],
         revocable: bool,
         name: str = "",
+        device: DevicePool | OfHolders | None = None,
     ) -> Verb[LeaseFacts]:
         keys = keys[: MAX_BLOCKS * KEY_BYTES]
         most = min(len(keys) // KEY_BYTES, MAX_BLOCKS if max_blocks is None else max_blocks)
@@ -101,10 +106,14 @@ class Verbs(InlineVerbs):
             name=cut_name(name),
         )
 
+        pool = device if isinstance(device, DevicePool) else None
+
         def make_held(session: Session) -> Request:
             own = (Holder(group.rank, session.token),) if group.rank else ()  # rank 0 is what the node takes by itself
-            return msgspec.structs.replace(make(session), holders=holders or own)
+            on_device = device == HOLDERS or _mapped(pool, session) is not None
+            return msgspec.structs.replace(make(session), holders=holders or own, on_device=on_device)
 
+        yield from self._attend(pool, budget.until)
         answer = yield from self._ask_grant(group, make_held, budget, grant, Release)
         if isinstance(answer, Failure):
             return LeaseFacts(group=group, reason=self._reason(answer))
@@ -113,6 +122,22 @@ class Verbs(InlineVerbs):
         facts = self._lease(group, grant, answer, bool(holders), most, is_ours=is_ours)
         facts.revocable, facts.keys = revocable, keys
         return facts
+
+    def map_device(self, pool: DevicePool) -> Verb[None]:
+        """Have it mapped, if it is due."""
+        yield from self._attend(pool, self.budget().until)
+
+    def _attend(self, pool: DevicePool | None, until: float) -> Verb[None]:
+        """Costs no step while it is mapped, and none while the last refusal is fresh."""
+        if pool is None or not self._is_due(pool):
+            return
+        session = yield from self._ready(until)
+        if isinstance(session, Session) and session.arena is not None and pool.is_due(session):
+            yield MapPool(pool, session, min(until, time.monotonic() + MAP_SECONDS))
+
+    def _is_due(self, pool: DevicePool) -> bool:
+        session = self._state.session()
+        return session is None or pool.is_due(session)
 
     def _lease(
         self, group: GroupRecord, grant: bytes, answer: Answer, has_holders: bool, most: int, *, is_ours: bool
@@ -125,6 +150,7 @@ class Verbs(InlineVerbs):
             blocks=reply.blocks,
             nvme_blocks=min(reply.nvme_blocks, reply.blocks),
             disk_blocks=min(reply.disk_blocks, reply.blocks),
+            device_blocks=min(reply.device_blocks, reply.blocks),
             cached_blocks=reply.cached_blocks,
             parts=reply.parts,
             release_rank=group.rank if has_holders else None,
@@ -152,13 +178,23 @@ class Verbs(InlineVerbs):
         return facts
 
     def _hold_slots(self, facts: LeaseFacts, session: Session, part: LeasePart) -> LeaseFacts:
+        """What is mapped of a pool now is what its addresses are taken for: those of an earlier one are never proven,
+        and those of a later one can't be there (see device/pool.py)."""
         group = facts.group
-        offsets = np.frombuffer(part.offsets, "<i8")
-        if not _fit(offsets, session, group):
+        offsets, generations = np.frombuffer(part.offsets, "<i8"), part.generations
+        placed = place(offsets, session, slot_bytes_of(session, group), self._state.pools())
+        if placed is None:
             return self._refuse_lease(group, session, facts.grant)
+        if placed.count < len(offsets):
+            offsets, generations = offsets[: placed.count], generations[: 8 * placed.count]
+            facts.cut(placed.count, self._reason(Failure(Reason.DEVICE_DOWN)))
+        if not placed.count:
+            self._state.doubt(session, Release(id=0, session=session.token, grant=facts.grant))
+            return LeaseFacts(group=group, cached_blocks=facts.cached_blocks, reason=facts.reason)
         if not self._state.hold(session):
+            placed.let_go()
             return LeaseFacts(group=group, reason=self._reason(Failure(Reason.SESSION_GONE)))
-        facts.slots = Slots(session, group, offsets, part.generations)
+        facts.slots = Slots(session, group, offsets, generations, placed.pool)
         facts.session = session
         return facts
 
@@ -234,6 +270,7 @@ class Verbs(InlineVerbs):
         keys: bytes | None,
         extras: Extras | None,
         deadline_seconds: float,
+        device: DevicePool | None = None,
     ) -> Verb[TicketFacts]:
         packed = pack_prompt(tokens)
         extras = extras or NO_EXTRAS
@@ -249,6 +286,7 @@ class Verbs(InlineVerbs):
                 tokens=packed[max(0, first_block) * step : len(keys) // KEY_BYTES * step],
                 extras=extras,
                 deadline_seconds=deadline_seconds,
+                device=device,
             )
         )
 
@@ -261,6 +299,7 @@ class Verbs(InlineVerbs):
         tokens: bytes,
         extras: Extras | None,
         deadline_seconds: float,
+        device: DevicePool | None = None,
     ) -> Verb[TicketFacts]:
         extras = extras or NO_EXTRAS
         step = group.block_tokens * TOKEN_BYTES
@@ -281,6 +320,7 @@ class Verbs(InlineVerbs):
                 tokens=tokens[: (end - first_block) * step],
                 extras={block: list(inputs) for block, inputs in extras.items() if first_block <= block < end},
                 deadline_seconds=deadline_seconds,
+                device=device,
             )
         )
 
@@ -293,6 +333,7 @@ class Verbs(InlineVerbs):
         tokens: bytes,
         extras: dict[int, list[bytes]],
         deadline_seconds: float,
+        device: DevicePool | None = None,
     ) -> Verb[TicketFacts]:
         """As `reserve`, with everything as it is sent: `tokens` are those of the blocks from `first_block` on."""
         end = len(keys) // KEY_BYTES
@@ -311,12 +352,28 @@ class Verbs(InlineVerbs):
             tokens=tokens,
             extras=extras,
         )
-        answer = yield from self._ask_grant(group, make, budget, grant, Abort)
+        asked_with: list[MappedPool | None] = [None]
+
+        def make_placed(session: Session) -> Request:
+            asked_with.append(_mapped(device, session))
+            return msgspec.structs.replace(make(session), on_device=asked_with[-1] is not None)
+
+        yield from self._attend(device, budget.until)
+        answer = yield from self._ask_grant(group, make_placed, budget, grant, Abort)
         if isinstance(answer, Failure):
             return TicketFacts(group=group, first_block=first_block, reason=self._reason(answer))
-        return self._ticket(group, grant, answer, first_block, end)
+        return self._ticket(group, grant, answer, first_block, end, device, asked_with[-1])
 
-    def _ticket(self, group: GroupRecord, grant: bytes, answer: Answer, first_block: int, end: int) -> TicketFacts:
+    def _ticket(
+        self,
+        group: GroupRecord,
+        grant: bytes,
+        answer: Answer,
+        first_block: int,
+        end: int,
+        device: DevicePool | None,
+        asked_with: MappedPool | None,
+    ) -> TicketFacts:
         reply: ReserveReply = answer.reply
         session = answer.session
         facts = TicketFacts(
@@ -327,18 +384,30 @@ class Verbs(InlineVerbs):
         if not len(granted):
             return facts
         offsets = np.frombuffer(reply.offsets, "<i8")
-        if len(reply.states) != end - first_block or not (session.tenant or _fit(offsets, session, group)):
+        placed: Placed | None = Placed(len(offsets))
+        if not session.tenant:
+            placed = place(offsets, session, slot_bytes_of(session, group), [] if device is None else [device])
+        problem = None
+        if placed is None or len(reply.states) != end - first_block:
+            problem = Reason.WIRE_ERROR
+        elif placed.count < len(offsets) or (placed.pool is not None and placed.pool is not asked_with):
+            # Written into another pool than was meant, it would be somebody else's slot.
+            problem = Reason.DEVICE_DOWN
+        if placed is None or problem is not None:
+            if placed is not None:
+                placed.let_go()
             self._state.doubt(session, Abort(id=0, session=session.token, grant=grant))
-            reason = self._reason(Failure(Reason.WIRE_ERROR))
+            reason = self._reason(Failure(problem or Reason.WIRE_ERROR))
             return TicketFacts(group=group, first_block=first_block, reason=reason)
         if not self._state.hold(session):
+            placed.let_go()
             reason = self._reason(Failure(Reason.SESSION_GONE))
             return TicketFacts(group=group, first_block=first_block, reason=reason)
         facts.grant, facts.session, facts.granted = grant, session, granted
         if session.tenant:
             facts.slots = facts.staged = StagedBlocks(group.block_bytes, len(granted))
         else:
-            facts.slots = Slots(session, group, offsets, reply.generations)
+            facts.slots = Slots(session, group, offsets, reply.generations, placed.pool)
         return facts
 
     def commit(self, facts: TicketFacts, wait: CommitWait) -> Verb[Committed]:
@@ -349,6 +418,9 @@ class Verbs(InlineVerbs):
             yield from self.abort(facts)
             self._state.count(facts.reason)
             return Committed(visible=0, staged=0, reason=facts.reason)
+        if facts.is_lost:
+            yield from self.abort(facts)
+            return Committed(visible=0, staged=0, reason=self._reason(Failure(Reason.DEVICE_DOWN)))
         ending = Commit(id=0, session=session.token, grant=facts.grant)
         if facts.staged is not None:
             problem = yield from self._put_or_abort(facts, session)
@@ -406,17 +478,12 @@ def cut_name(name: str) -> str:
     return name.encode(errors="replace")[:MAX_NAME].decode(errors="ignore")
 
 
-def _fit(offsets: np.ndarray, session: Session, group: GroupRecord) -> bool:
-    """Whether every slot lies in the arena, on a page: what a node says is checked before it is used as an address."""
-    arena = session.arena
-    if arena is None:
-        return False
-    page = arena.page_bytes
-    last = arena.arena_bytes - slot_bytes(group.block_bytes, page)
-    if page & (page - 1) or last < 0:
-        return False
-    all_bits = int(np.bitwise_or.reduce(offsets))  # negative where one of them is: 2**63 and more, as it was sent
-    return all_bits >= 0 and not all_bits & (page - 1) and int(offsets.max()) <= last
+def _mapped(pool: DevicePool | None, session: Session) -> MappedPool | None:
+    return None if pool is None else pool.mapped_under(session)
+
+
+def slot_bytes_of(session: Session, group: GroupRecord) -> int:
+    return slot_bytes(group.block_bytes, session.arena.page_bytes if session.arena is not None else 1)
 
 
 def _require_fit(keys: bytes, num_tokens: int, block_tokens: int) -> None:
