@@ -107,6 +107,18 @@ def test_a_pool_that_is_smaller_than_promised_is_refused(pool: MemfdPool) -> Non
         cpu_backend().open_pool(PoolKind.VMM, pool.num_bytes, fd=pool.fd)
 
 
+def test_nobody_takes_pages_away_from_under_a_copy(pool: MemfdPool) -> None:
+    for num_bytes in (0, 2 * pool.num_bytes):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool.fd, num_bytes)
+
+
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    with pytest.raises(DeviceError, match="is more than there is") as refused:
+        cpu_backend().make_pool(2**46)
+    assert refused.value.reason == "larger_than_memory"
+
+
 def test_a_forked_child_does_not_have_a_pool_that_was_opened(pool: MemfdPool) -> None:
     theirs = cpu_backend().open_pool(PoolKind.MEMFD, pool.num_bytes, fd=pool.fd)
     address = theirs.address

@@ -133,6 +133,10 @@ class Backend(Protocol):
         can't be had."""
         ...
 
+    def unregister_host(self, memory: HostMemory) -> None:
+        """Before it is unmapped, and once no copy touches it. Nothing where it was not registered here."""
+        ...
+
     def wait_for(self, event: object) -> None:
         """Everything that is asked for from now on runs behind `event`: a torch event or the driver's handle of one,
         recorded on the engine's stream; or what `mark` has returned. None: nothing to wait for."""
@@ -162,7 +166,10 @@ class Backend(Protocol):
         pool: PoolMap,
         offsets: Sequence[int],
         block_bytes: int,
-    ) -> Pending: ...
+    ) -> Pending:
+        """Whole blocks: what is between a block and the end of its slot, at a multiple of 4096 bytes, may be copied
+        along. So with `download`."""
+        ...
 
     def download(
         self,

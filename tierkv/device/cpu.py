@@ -43,12 +43,12 @@ def at_once(job: Job) -> Done:
 
 class CpuBackend:
     name = "host memory"
-    uuid = CPU_UUID
     cuda_version = 0
     numa_node = -1
 
-    def __init__(self, carry: Carry = at_once) -> None:
+    def __init__(self, carry: Carry = at_once, *, uuid: str = CPU_UUID) -> None:
         self._carry = carry
+        self.uuid = uuid
 
     def make_pool(self, num_bytes: int) -> MemfdPool:
         return MemfdPool.make(num_bytes)
@@ -60,6 +60,9 @@ class CpuBackend:
 
     def register_host(self, memory: HostMemory) -> Pinning:
         return Pinning(False, "there is no GPU that would need it")
+
+    def unregister_host(self, memory: HostMemory) -> None:
+        """It never was."""
 
     def wait_for(self, event: object) -> None:
         """What this process has computed in host memory is there."""

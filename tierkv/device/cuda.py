@@ -1,10 +1,336 @@
-"""A CUDA device."""
+"""A CUDA device: its context, streams and pools, and what is asked of them.
+
+    pages      gather and scatter: kernels, and the staging of what goes on to host memory
+    upload     host -> pool, and zeros
+    download   pool -> host
+
+The context is the primary one, retained: in an engine's process torch has it already. It is made current around each
+call and popped again, so that a thread of the engine finds its own as it was.
+"""
 
 from __future__ import annotations
 
-from tierkv.device.backends import Backend
+import contextlib
+import logging
+import resource
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tierkv.device import cuda_driver as cuda
+from tierkv.device.backends import Backend, Pending, Pinning, PoolMap
+from tierkv.device.checks import check_alike, check_pages, check_ranges, check_slots
+from tierkv.device.cuda_driver import CudaError, Driver
+from tierkv.device.cuda_pool import CudaPool, CudaPools
+from tierkv.device.cuda_streams import CudaPending, CudaStreams
+from tierkv.device.kernel_source import Table
+from tierkv.device.layouts import PagedLayout
+from tierkv.device.memory import HostMemory
+from tierkv.device.probe import find_gpu
+from tierkv.device.runs import find_copies
 from tierkv.errors import DeviceError
+from tierkv.wire.pools import PoolKind
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES = 32 * 2**20
+"""On the device, from the first time on that pages go to or come from host memory."""
+
+_STAGING_ALIGNMENT = 256
+
+
+class Mover(Protocol):
+    """Launches what moves blocks between pages and slots on the device."""
+
+    def __call__(
+        self,
+        stream: int,
+        layout: PagedLayout,
+        pages: Sequence[int],
+        slots: tuple[int, int],
+        offsets: Sequence[int],
+        *,
+        to_slots: bool,
+    ) -> list[object]:
+        """`slots`: address and bytes. Returns what has to be kept alive until it is done."""
+        ...
+
+
+class CudaBackend:
+    def __init__(self, driver: Driver, index: int) -> None:
+        gpu = find_gpu(driver, index)
+        self._driver = driver
+        self._gpu = gpu
+        self.name = gpu.name
+        self.uuid = gpu.uuid
+        self.cuda_version = driver.version
+        self.numa_node = gpu.numa_node
+        self._context = driver.read_pointer("cuDevicePrimaryCtxRetain", gpu.ordinal)
+        with contextlib.ExitStack() as undo:
+            undo.callback(driver.result, "cuDevicePrimaryCtxRelease_v2", gpu.ordinal)
+            self._streams = CudaStreams(driver, self._context, ("pages", "upload", "download"))
+            undo.pop_all()
+        self._pools = CudaPools(driver, gpu, self._context, self._streams.settle)
+        self._registered: list[HostMemory] = []
+        self._registering = threading.Lock()
+        self._buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes; used by the stream "pages" alone
+        self._mover: Mover | None = None
+
+    # ---------------------------------------------------------------- memory
+
+    def make_pool(self, num_bytes: int) -> CudaPool:
+        return self._pools.make(num_bytes)
+
+    def open_pool(self, kind: PoolKind, num_bytes: int, *, fd: int = -1, handle: bytes = b"") -> CudaPool:
+        return self._pools.open(kind, num_bytes, fd=fd, handle=handle)
+
+    def register_host(self, memory: HostMemory) -> Pinning:
+        flags = cuda.HOST_REGISTER_PORTABLE | cuda.HOST_REGISTER_DEVICE_MAP
+        with self._driver.current(self._context):
+            result = self._driver.result("cuMemHostRegister_v2", memory.address, memory.num_bytes, flags)
+        if result == cuda.HOST_MEMORY_ALREADY_REGISTERED:  # by this process, for another GPU: it counts for all
+            return Pinning(True)
+        if result != 0:
+            return Pinning(False, _why_not_pinned(memory.num_bytes, self._driver.error("cuMemHostRegister", result)))
+        with self._registering:
+            self._registered.append(memory)
+        return Pinning(True)
+
+    def unregister_host(self, memory: HostMemory) -> None:
+        with self._registering:
+            if memory not in self._registered:
+                return
+            self._registered.remove(memory)
+        with self._driver.current(self._context):
+            self._driver.call("cuMemHostUnregister", memory.address)
+
+    # ---------------------------------------------------------------- order
+
+    def mark(self, stream: int) -> object:
+        return _Mark(self._streams, self._streams.record(stream))
+
+    def wait_for(self, event: object) -> None:
+        handle = _event_handle(event)
+        if handle:
+            self._streams.wait_for(handle)
+
+    # ---------------------------------------------------------------- copies
+
+    def gather(
+        self, layout: PagedLayout, pages: Sequence[int], slots: PoolMap | HostMemory, offsets: Sequence[int]
+    ) -> Pending:
+        return self._move("gather", layout, pages, slots, offsets, to_slots=True)
+
+    def scatter(
+        self, slots: PoolMap | HostMemory, offsets: Sequence[int], layout: PagedLayout, pages: Sequence[int]
+    ) -> Pending:
+        return self._move("scatter", layout, pages, slots, offsets, to_slots=False)
+
+    def upload(
+        self,
+        host: HostMemory,
+        host_offsets: Sequence[int],
+        pool: PoolMap,
+        offsets: Sequence[int],
+        block_bytes: int,
+    ) -> Pending:
+        check_alike(host_offsets, offsets)
+        check_slots("upload", host, host_offsets, block_bytes)
+        check_slots("upload", pool, offsets, block_bytes)
+        with self._streams.submitting("upload", [host, pool]) as made:
+            stream = self._streams.stream("upload")
+            for source, to, size in find_copies(host_offsets, offsets, block_bytes, whole_slots=True):
+                self._driver.call("cuMemcpyHtoDAsync_v2", pool.address + to, host.address + source, size, stream)
+        return made[0]
+
+    def download(
+        self,
+        pool: PoolMap,
+        offsets: Sequence[int],
+        host: HostMemory,
+        host_offsets: Sequence[int],
+        block_bytes: int,
+    ) -> Pending:
+        check_alike(host_offsets, offsets)
+        check_slots("download", host, host_offsets, block_bytes)
+        check_slots("download", pool, offsets, block_bytes)
+        with self._streams.submitting("download", [host, pool]) as made:
+            stream = self._streams.stream("download")
+            for source, to, size in find_copies(offsets, host_offsets, block_bytes, whole_slots=True):
+                self._driver.call("cuMemcpyDtoHAsync_v2", host.address + to, pool.address + source, size, stream)
+        return made[0]
+
+    def zero(self, pool: PoolMap, ranges: Sequence[tuple[int, int]]) -> Pending:
+        check_ranges(pool, ranges)
+        with self._streams.submitting("upload", [pool]) as made:
+            for offset, num_bytes in ranges:
+                if num_bytes:
+                    stream = self._streams.stream("upload")
+                    self._driver.call("cuMemsetD8Async", pool.address + offset, 0, num_bytes, stream)
+        return made[0]
+
+    def close(self) -> None:
+        with self._driver.current(self._context):
+            self._streams.settle()
+            for address, _num_bytes in self._buffers.values():
+                self._driver.call("cuMemFree_v2", address)
+        self._buffers = {}
+        for memory in list(self._registered):
+            self.unregister_host(memory)
+        self._streams.close()
+        self._driver.call("cuDevicePrimaryCtxRelease_v2", self._gpu.ordinal)
+
+    # ---------------------------------------------------------------- how
+
+    def _move(
+        self,
+        what: str,
+        layout: PagedLayout,
+        pages: Sequence[int],
+        slots: PoolMap | HostMemory,
+        offsets: Sequence[int],
+        *,
+        to_slots: bool,
+    ) -> CudaPending:
+        check_alike(pages, offsets)
+        check_pages(layout, pages)
+        check_slots(what, slots, offsets, layout.block_bytes)
+        mover = self._mover = self._mover or choose_mover(self._gpu.index, self._on_device)
+        stream = self._streams.stream("pages")
+        keeps: list[object] = [layout, slots]
+        with self._streams.submitting("pages", keeps) as made:
+            if not len(pages):
+                pass  # there is nothing to launch
+            elif not isinstance(slots, HostMemory):
+                place = (slots.address, slots.num_bytes)
+                keeps += mover(stream, layout, pages, place, offsets, to_slots=to_slots)
+            else:
+                for begin, end, staging, staged in self._stages(layout.block_bytes, len(pages)):
+                    some, there = pages[begin:end], offsets[begin:end]
+                    if to_slots:
+                        keeps += mover(stream, layout, some, staging, staged, to_slots=True)
+                        for source, to, size in find_copies(staged, there, layout.block_bytes, whole_slots=False):
+                            place = (slots.address + to, staging[0] + source)
+                            self._driver.call("cuMemcpyDtoHAsync_v2", *place, size, stream)
+                    else:
+                        for source, to, size in find_copies(there, staged, layout.block_bytes, whole_slots=False):
+                            place = (staging[0] + to, slots.address + source)
+                            self._driver.call("cuMemcpyHtoDAsync_v2", *place, size, stream)
+                        keeps += mover(stream, layout, some, staging, staged, to_slots=False)
+        return made[0]
+
+    def _stages(self, block_bytes: int, num_blocks: int) -> Iterator[tuple[int, int, tuple[int, int], list[int]]]:
+        """[begin, end) of the blocks, the staging memory, and where each of them stands in it. One after the other on
+        one stream, so that the memory is free again when the next ones come."""
+        step = -(-block_bytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
+        at_once = max(1, STAGING_BYTES // step)
+        staging = self._buffer("staging", max(STAGING_BYTES, step))
+        for begin in range(0, num_blocks, at_once):
+            end = min(num_blocks, begin + at_once)
+            yield begin, end, staging, [place * step for place in range(end - begin)]
+
+    def _on_device(self, stream: int, table: np.ndarray) -> int:
+        """The address of a copy of `table` on the device, until the next one on the same stream."""
+        address, _ = self._buffer("table", table.nbytes)
+        self._driver.call("cuMemcpyHtoDAsync_v2", address, table.ctypes.data, table.nbytes, stream)
+        return address
+
+    def _buffer(self, name: str, num_bytes: int) -> tuple[int, int]:
+        """Memory of the stream "pages", at least so large."""
+        found = self._buffers.get(name)
+        if found is not None and found[1] >= num_bytes:
+            return found
+        if found is not None:
+            self._driver.call("cuStreamSynchronize", self._streams.stream("pages"))
+            del self._buffers[name]
+            self._driver.call("cuMemFree_v2", found[0])
+        size = 1 << max(16, (num_bytes - 1).bit_length())
+        made = self._buffers[name] = (self._driver.read_address("cuMemAlloc_v2", size), size)
+        return made
+
+
+class _Mark:
+    """An event of ours. Destroyed with this: what waits for it has been told by then."""
+
+    def __init__(self, streams: CudaStreams, event: int) -> None:
+        self._streams = streams
+        self.cuda_event = event
+
+    def __del__(self) -> None:
+        with contextlib.suppress(DeviceError):  # a context that is gone has taken its events along
+            self._streams.destroy(self.cuda_event)
 
 
 def open_cuda_backend(index: int) -> Backend:
-    raise DeviceError("no_driver", f"GPU {index}: this build has no code for CUDA yet")
+    return CudaBackend(Driver(), index)
+
+
+def choose_mover(index: int, on_device: OnDevice) -> Mover:
+    """By cupy's kernel, or by torch where there is no cupy. Raises DeviceError where there is neither."""
+    try:
+        from tierkv.device import cupy_mover  # noqa: PLC0415 - only where a GPU is used
+    except ImportError as no_cupy:
+        try:
+            from tierkv.device import torch_mover  # noqa: PLC0415 - as above
+        except ImportError as no_torch:
+            raise DeviceError(
+                "failed", f"pages are moved by cupy or torch, and neither is here ({no_cupy}; {no_torch})"
+            ) from no_torch
+        log.info("pages are moved by torch: cupy is not here (%s)", str(no_cupy))
+
+        def by_torch(
+            stream: int,
+            layout: PagedLayout,
+            pages: Sequence[int],
+            slots: tuple[int, int],
+            offsets: Sequence[int],
+            *,
+            to_slots: bool,
+        ) -> list[object]:
+            torch_mover.move(index, stream, layout, pages, torch_mover.Slots(*slots), offsets, to_slots=to_slots)
+            return []
+
+        return by_torch
+
+    def by_cupy(
+        stream: int,
+        layout: PagedLayout,
+        pages: Sequence[int],
+        slots: tuple[int, int],
+        offsets: Sequence[int],
+        *,
+        to_slots: bool,
+    ) -> list[object]:
+        table = Table(layout, pages, np.asarray(offsets, np.uint64) + np.uint64(slots[0]))
+        cupy_mover.launch(index, stream, table, on_device(stream, table.bytes), to_slots=to_slots)
+        return [table.bytes]
+
+    return by_cupy
+
+
+class OnDevice(Protocol):
+    def __call__(self, stream: int, table: np.ndarray) -> int: ...
+
+
+def _event_handle(event: object) -> int:
+    """0 where there is nothing to wait for: None, or a torch event that was never recorded."""
+    if event is None:
+        return 0
+    if isinstance(event, int):
+        return event
+    handle = getattr(event, "cuda_event", None)
+    if handle is None:
+        raise ValueError(f"{event!r} is no event")
+    return int(handle)
+
+
+def _why_not_pinned(num_bytes: int, error: CudaError) -> str:
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < num_bytes:
+        return (
+            f"the limit of locked memory is {soft} bytes and {num_bytes} are to be pinned: raise it (systemd: "
+            f"LimitMEMLOCK=infinity; a shell: ulimit -l unlimited; docker: --ulimit memlock=-1); {error}"
+        )
+    return str(error)

@@ -6,6 +6,7 @@ A pool that another process made is mapped without being inherited over fork (MA
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -49,10 +50,19 @@ class MemfdPool(HostMemory):
 
     @classmethod
     def make(cls, num_bytes: int) -> MemfdPool:
-        """Pages come as they are touched. Raises DeviceError."""
-        fd = os.memfd_create("tierkv pool", os.MFD_CLOEXEC)
+        """Sealed against being resized, so that nobody can take pages away from under a copy. They come as they are
+        touched. Raises DeviceError."""
+        from tierkv.config.machine import Machine  # noqa: PLC0415 - an engine, which makes none, need not load it
+
+        limit = Machine.here().limit_bytes
+        if num_bytes > limit:
+            raise DeviceError(
+                "larger_than_memory", f"a pool of {num_bytes} bytes in host memory is more than there is ({limit})"
+            )
+        fd = os.memfd_create("tierkv pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return cls(mmap.mmap(fd, num_bytes), fd)
         except (OSError, ValueError) as error:
             os.close(fd)
