@@ -24,6 +24,7 @@ CAPS = {
     "host_bytes",
     "nvme_bytes",
     "disk_bytes",
+    "gpu_bytes",
     "session_bytes",
     "quarantine_bytes",
     "inline_bytes",
@@ -31,7 +32,8 @@ CAPS = {
     "record_bytes",
 }
 """inline_bytes: tests/gateway/test_service.py, for it takes a gateway; journal_bytes: tests/storage/test_journal.py;
-record_bytes: tests/workers/test_recorder.py; disk_bytes: e2e/test_disk_tier.py."""
+record_bytes: tests/workers/test_recorder.py; disk_bytes: e2e/test_disk_tier.py; gpu_bytes:
+e2e/test_gpu_tier.py."""
 OTHER_SIZES = {"nvme_reserve_bytes", "disk_reserve_bytes", "slab_bytes", "extent_bytes", "index_map_bytes"}
 
 
@@ -45,6 +47,7 @@ SENSELESS = {
     "nvme_bytes": ("4KiB", "less than one extent"),
     "disk_bytes": ("4KiB", "less than one extent"),
     "disk_reserve_bytes": ("2000000TiB", "more than any file system has"),  # which one is not asked: it may not answer
+    "gpu_bytes": ("4KiB", "less than one slab"),
     "session_bytes": ("1", "less than a page"),
     "quarantine_bytes": ("1", "holds no file"),
     "inline_bytes": ("4095", "less than a page"),
@@ -69,7 +72,7 @@ def test_each_size_is_tried_with_what_makes_no_sense() -> None:
 @pytest.mark.parametrize("name", SENSELESS)
 def test_a_size_that_makes_no_sense_is_refused_by_name(tmp_path: Path, name: str) -> None:
     value, words = SENSELESS[name]
-    usual = {"data_dir": tmp_path / "data", "disk_dir": tmp_path / "disk"}
+    usual = {"data_dir": tmp_path / "data", "disk_dir": tmp_path / "disk", "gpu_devices": "0", "gpu_bytes": "64MiB"}
     with pytest.raises(ConfigError, match=words) as raised:
         Settings(**usual | {"host_bytes": "64MiB", "nvme_bytes": "64MiB"} | {name: value})
     assert str(raised.value).startswith(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -143,16 +143,17 @@ class Line:
     host_bytes: int = 0
     nvme_bytes: int = 0
     disk_bytes: int = 0
+    gpu_bytes: int = 0
     unreachable_bytes: int = 0
     last_used: float = 0.0
 
     def as_object(self) -> dict[str, object]:
-        sizes = ("host_bytes", "nvme_bytes", "disk_bytes", "unreachable_bytes")
+        sizes = ("host_bytes", "nvme_bytes", "disk_bytes", "gpu_bytes", "unreachable_bytes")
         return self.names | {name: getattr(self, name) for name in ("groups", "extents", "tokens", *sizes, "last_used")}
 
     @property
     def num_bytes(self) -> int:
-        return self.host_bytes + self.nvme_bytes + self.disk_bytes
+        return self.gpu_bytes + self.host_bytes + self.nvme_bytes + self.disk_bytes
 
 
 def aggregate(rows: Iterable[UsageRow], by: str) -> list[Line]:
@@ -174,7 +175,7 @@ def total(lines: Iterable[Line]) -> Line:
 
 def _line(row: UsageRow, by: str) -> Line:
     key, names = _keys(row, by)
-    num_bytes = row.host_bytes + row.nvme_bytes + row.disk_bytes
+    num_bytes = row.gpu_bytes + row.host_bytes + row.nvme_bytes + row.disk_bytes
     return Line(
         key=key,
         names=names,
@@ -184,6 +185,7 @@ def _line(row: UsageRow, by: str) -> Line:
         host_bytes=row.host_bytes,
         nvme_bytes=row.nvme_bytes,
         disk_bytes=row.disk_bytes,
+        gpu_bytes=row.gpu_bytes,
         unreachable_bytes=0 if row.reachable else num_bytes,
         last_used=row.last_used,
     )
@@ -219,6 +221,7 @@ def _sum(one: Line, other: Line) -> Line:
         host_bytes=one.host_bytes + other.host_bytes,
         nvme_bytes=one.nvme_bytes + other.nvme_bytes,
         disk_bytes=one.disk_bytes + other.disk_bytes,
+        gpu_bytes=one.gpu_bytes + other.gpu_bytes,
         unreachable_bytes=one.unreachable_bytes + other.unreachable_bytes,
         last_used=max(one.last_used, other.last_used),
     )
@@ -262,7 +265,7 @@ def view(
     usage: UsageReply, lines: list[Line], by: str, pinned: tuple[PinnedTier, ...] = ()
 ) -> Iterator[RenderableType]:
     if lines:
-        yield _lines_table(lines, by, has_disk=any(tier.tier == "disk" for tier in usage.tiers))
+        yield _lines_table(lines, by, {tier.tier for tier in usage.tiers})
     else:
         yield "nothing is cached yet"
     yield ""
@@ -307,20 +310,19 @@ def wear_line(wear: NvmeWear) -> str:
     return f"{today}; {since}, nothing reused yet"
 
 
-def _lines_table(lines: list[Line], by: str, *, has_disk: bool) -> RenderableType:
-    from tierkv.config.sizes import human_size
+def _lines_table(lines: list[Line], by: str, tiers: Container[str]) -> RenderableType:
     from tierkv_cli.output import ago, table
 
     heads = HEADS[by]
-    tiers = ("memory", "nvme", "disk") if has_disk else ("memory", "nvme")
-    numbers = ("extents", "tokens", *tiers, "unreachable", "last used")
+    columns = _columns(tiers)
+    numbers = ("extents", "tokens", *columns, "unreachable", "last used")
     shown = table(*heads, *numbers, numbers=numbers)
     for line in lines:
-        shown.add_row(*labels(line, by), *_numbers(line, human_size, has_disk=has_disk), ago(line.last_used))
+        shown.add_row(*labels(line, by), *_numbers(line, columns), ago(line.last_used))
     if len(lines) > 1:
         shown.add_section()
         summed = total(lines)
-        sums = _numbers(summed, human_size, has_disk=has_disk)
+        sums = _numbers(summed, columns)
         shown.add_row("total", *[""] * (len(heads) - 1), *sums, ago(summed.last_used))
     return shown
 
@@ -366,14 +368,20 @@ def _short(digest: str) -> str:
     return digest[:12] or "-"
 
 
-def _numbers(line: Line, size: Callable[[int], str], *, has_disk: bool) -> tuple[str, ...]:
+def _columns(tiers: Container[str]) -> dict[str, str]:
+    """What a tier's column is called, and where a line has it: host memory and NVMe always, others where there are."""
+    columns = {"gpu": "gpu_bytes", "memory": "host_bytes", "nvme": "nvme_bytes", "disk": "disk_bytes"}
+    return {name: field for name, field in columns.items() if name in ("memory", "nvme") or name in tiers}
+
+
+def _numbers(line: Line, columns: dict[str, str]) -> tuple[str, ...]:
+    from tierkv.config.sizes import human_size
+
     return (
         f"{line.extents:,}",
         f"{line.tokens:,}",
-        size(line.host_bytes),
-        size(line.nvme_bytes),
-        *([size(line.disk_bytes)] if has_disk else []),
-        size(line.unreachable_bytes) if line.unreachable_bytes else "-",
+        *(human_size(getattr(line, field)) for field in columns.values()),
+        human_size(line.unreachable_bytes) if line.unreachable_bytes else "-",
     )
 
 

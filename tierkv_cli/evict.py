@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierkv_cli.progress import Meter
 
 INCOMPLETE = 4
-TIERS = ("host", "nvme", "disk")
+TIERS = ("gpu", "host", "nvme", "disk")
 SHOWN = 20
 """Victims of a table; --json has all that are listed."""
 
@@ -36,7 +36,8 @@ SHOWN = 20
 def command(*, where: Where, to: str, tier: str, model: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Evict from a tier until it uses no more than SIZE: the same victims in the same order as when room is needed.
 
-    What leaves host memory and is on NVMe, or leaves NVMe and goes to the disk tier, is only slower to get afterwards;
+    What leaves a GPU is only slower to get afterwards, as long as host memory has it or has room for it. What leaves
+    host memory and is on NVMe, or leaves NVMe and goes to the disk tier, is only slower to get afterwards;
     what leaves the last tier that has it is lost, and has to be computed again when it is asked for: --dry-run says how
     many tokens, and how many seconds of prefill. Pinned prefixes, what engines hold or write, and what is not on disk
     yet stay; so does a file on NVMe while something that hangs on it is in memory. It goes in slices, requests are

@@ -265,6 +265,8 @@ def _show(receipt: PurgeReply, scope: Scope, job: bytes | None, disk_dir: str, *
         f"{count(receipt.extents, 'extent')}, {count(receipt.blocks, 'block')}, {receipt.tokens:,} tokens"
     )
     click.echo(f"  memory      {human_size(receipt.host_bytes)}")
+    if receipt.gpu_bytes:
+        click.echo(f"  gpu         {human_size(receipt.gpu_bytes)}")
     click.echo(f"  nvme        {human_size(receipt.nvme_bytes)}")
     if receipt.disk_bytes or disk_dir:
         click.echo(f"  disk        {human_size(receipt.disk_bytes)}")

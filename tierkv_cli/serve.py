@@ -64,6 +64,8 @@ def opening_lines(effective: Effective) -> list[str]:
         f"tierkv: endpoint {settings.socket_dir}",
         f"tierkv: host memory {human_size(settings.host_bytes)} ({_from(sources['host_bytes'])})",
     ]
+    if settings.gpu_devices:
+        lines.append(f"tierkv: {human_size(settings.gpu_bytes or 0)} on each of gpu_devices {settings.gpu_devices}")
     if settings.inline_users:
         lines.append(f"tierkv: endpoint {settings.inline_dir} for {settings.inline_users}, who are not trusted")
     if settings.record is not None:

@@ -12,7 +12,7 @@ from tierkv_cli.options import Where, json_option, where_options
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tierkv.wire.messages import RecordingStatus, StatusReply, TierUsage, WorkerStatus
+    from tierkv.wire.messages import DeviceStatus, RecordingStatus, StatusReply, TierUsage, WorkerStatus
 
 
 @click.command(short_help="Show how the node is.")
@@ -59,6 +59,9 @@ def view(status: StatusReply, endpoint: str) -> Iterator[RenderableType]:
     yield ""
     yield _tiers(status.tiers)
     yield from _speeds(status.tiers)
+    if status.devices:
+        yield ""
+        yield _devices(status.devices)
     yield ""
     yield _held(status)
     yield from _counts(status.counters)
@@ -112,6 +115,33 @@ def _speeds(tiers: tuple[TierUsage, ...]) -> Iterator[str]:
             parts.append(f"{tier.tier} {', '.join(known)}")
     if parts and any(tier.tier == "disk" for tier in tiers):
         yield f"measured, one extent by itself: {'; '.join(parts)}"
+
+
+def _devices(devices: tuple[DeviceStatus, ...]) -> RenderableType:
+    """One line for each of gpu_devices. Rates are of the last large copies between its pool and host memory."""
+    from tierkv.config.sizes import human_size
+    from tierkv_cli.output import table
+
+    shown = table(
+        "gpu", "device", "state", "used", "pool", "of", "engines", "to it", "from it", "memory", "NUMA", "restarts",
+        numbers=("used", "pool", "of", "engines", "to it", "from it", "restarts"),
+    )  # fmt: skip
+    for one in devices:
+        rates = (one.upload_bytes_per_second, one.download_bytes_per_second)
+        shown.add_row(
+            f"gpu{one.device}",
+            ", ".join(word for word in (one.name, one.device_name, one.kind) if word),
+            one.state,
+            human_size(one.used_bytes + one.reserved_bytes),
+            human_size(one.capacity_bytes),
+            human_size(one.asked_bytes),
+            str(one.mapped_sessions),
+            *(f"{human_size(rate)}/s" if rate else "-" for rate in rates),
+            "-" if one.kind in ("", "memfd") else "pinned" if one.is_pinned else "not pinned",
+            "-" if one.device_numa < 0 else f"{one.device_numa}, memory {one.arena_numa}",
+            str(one.restarts),
+        )
+    return shown
 
 
 def _held(status: StatusReply) -> str:

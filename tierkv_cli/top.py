@@ -138,6 +138,7 @@ def as_object(history: History, note: str) -> dict[str, Any]:
     status, top = history.last.status, history.last.top
     named = {
         "asked_tokens": "asked_tokens",
+        "gpu_tokens": "hit_tokens.gpu",
         "host_tokens": "hit_tokens.host",
         "nvme_tokens": "hit_tokens.nvme",
         "disk_tokens": "hit_tokens.disk",

@@ -196,6 +196,13 @@ def _rates(history: History, width: int) -> Iterator[Text]:
             f"disk      {_rate(history.rate('hit_tokens.disk'))} tokens per s from it, "
             f"read {_bytes(history.rate('disk_read_bytes'))}, written {_bytes(history.rate('disk_written_bytes'))}"
         )
+    if devices := sample.status.devices:
+        copies = sum(device.queued_copies for device in devices)
+        there = sum(device.state == "ok" for device in devices)
+        yield Text(
+            f"gpu       {_rate(history.rate('hit_tokens.gpu'))} tokens per s from it, {there} of "
+            f"{count(len(devices), 'pool')} there, copies under way {copies:,}"
+        )
     waiting = ", ".join(f"{name} {number:,}" for name, number in queues.items())
     yield Text(f"waiting   {waiting}; {count(sample.status.dirty_extents, 'extent')} not on disk yet")
 

@@ -72,6 +72,8 @@ REASONS: dict[str, str] = {
     Reason.NVME_OFF: "the node has no NVMe tier",
     Reason.NVME_DEGRADED: "the NVMe tier is out of order",
     Reason.DISK_DEGRADED: "the disk tier is out of order, or away",
+    Reason.DEVICE_DOWN: "it was on a GPU only, and the process that had that GPU's pool is gone",
+    Reason.DEVICE_FULL: "the pool of the GPU had no room for what is used so rarely",
     Reason.NAME_TAKEN: "another node has put something else under its name in the disk tier",
     Reason.NOT_PERSISTENT: "this namespace is kept in memory only",
     Reason.CHECKSUM: "its file was damaged",
@@ -123,7 +125,7 @@ OF_TOKENS: dict[str, str] = {
 }
 
 
-WHERE = {"host": "in memory", "nvme": "on NVMe", "disk": "in the disk tier"}
+WHERE = {"gpu": "on a GPU", "host": "in memory", "nvme": "on NVMe", "disk": "in the disk tier"}
 """The fastest first: where a token is counted."""
 
 
@@ -279,7 +281,7 @@ def leaving_in_words(leaving: Leaving) -> str:
 
 
 def tier_in_words(tier: str) -> str:
-    return {"host": "memory", "nvme": "NVMe", "disk": "the disk tier"}.get(tier, tier)
+    return {"gpu": "a GPU's pool", "host": "memory", "nvme": "NVMe", "disk": "the disk tier"}.get(tier, tier)
 
 
 def _about(look: Look, num_tokens: int, status: StatusReply, now: float) -> Iterator[str]:
@@ -324,7 +326,8 @@ def _on_nvme(trace: Trace) -> Iterator[str]:
         words = nvme_in_words(stretch)
         if words:
             end = stretch.first_token + stretch.tokens
-            yield f"tokens {stretch.first_token:,} to {end:,} are in memory only: {words}"
+            where = "in memory" if "host" in stretch.tiers else "on a GPU"
+            yield f"tokens {stretch.first_token:,} to {end:,} are {where} only: {words}"
 
 
 def nvme_in_words(stretch: Stretch) -> str:

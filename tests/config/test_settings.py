@@ -168,6 +168,24 @@ def test_room_on_disk_without_a_disk_directory_or_for_less_than_an_extent_is_ref
     assert refusal(data_dir="/d", disk_dir="/k", disk_bytes=0).field == "disk_bytes"
 
 
+def test_devices_are_named_by_number_or_cpu_each_once_and_with_their_room():
+    found = settings(gpu_devices=[0, 1], gpu_bytes="1GiB")
+    assert (found.device_names, found.device_bytes) == (("0", "1"), (GiB, GiB))
+    assert settings(gpu_devices="cpu, cpu:1,07", gpu_bytes="1GiB").device_names == ("cpu", "cpu:1", "7")
+    assert settings(gpu_devices=2, gpu_bytes="1GiB").gpu_devices == "2"
+    assert "comes twice" in refusal(gpu_devices="1,01", gpu_bytes="1GiB").problem
+    assert refusal(gpu_devices="1").field == "gpu_bytes"
+    assert refusal(gpu_bytes="1GiB").field == "gpu_bytes"
+    assert "less than one slab" in refusal(gpu_devices="1", gpu_bytes="1MiB").problem
+    assert "multiple of 4KiB" in refusal(gpu_devices="1", gpu_bytes=GiB + 1).problem
+    assert "more than any GPU has" in refusal(gpu_devices="1", gpu_bytes="2000000TiB").problem
+
+
+@pytest.mark.parametrize("wrong", ["cuda:0", "-1", "cpu:0", "GPU-1", "0,", "0 1", True, {}, None.__class__, 2.5])
+def test_what_is_no_device_is_refused(wrong):
+    assert refusal(gpu_devices=wrong, gpu_bytes="1GiB").field == "gpu_devices"
+
+
 def test_a_disk_directory_is_not_looked_at_for_the_defaults():
     """A file server that doesn't answer must not hold up whoever reads settings."""
     asked = []

@@ -34,6 +34,8 @@ VALUES = {
     "socket_dir": ('"/a"', "/b", Path("/c")),
     "name": ('"a"', "b", "c"),
     "host_bytes": ('"1GiB"', "2GiB", "3GiB"),
+    "gpu_devices": ('"0"', "1,2", "3"),
+    "gpu_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "read_only": ("true", "false", True),
     "nvme_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "nvme_reserve_bytes": ('"1GiB"', "2GiB", "3GiB"),
@@ -85,6 +87,10 @@ VALUES = {
 }
 
 
+# What a setting needs beside it, once it is given.
+GOES_WITH = {"gpu_devices": {"gpu_bytes": "1GiB"}, "gpu_bytes": {"gpu_devices": "0"}}
+
+
 def test_every_setting_is_tried_below():
     assert set(VALUES) == set(Settings.model_fields)
 
@@ -95,9 +101,10 @@ def test_an_option_beats_a_variable_beats_the_file_beats_the_default(name, tmp_p
     in_file, in_env, as_option = VALUES[name]
     beside = {} if name == "data_dir" else {"data_dir": "/d", "disk_dir": "/k"}
     beside = {other: value for other, value in beside.items() if other != name}
+    bare, beside = beside, beside | GOES_WITH.get(name, {})
     text, env, option = f"\n{name} = {in_file}\n", {variable_name(name): in_env}, {name: as_option}
     seen = [
-        loaded(beside),
+        loaded(bare),
         loaded(beside, text=text, tmp_path=tmp_path),
         loaded(beside, env, text, tmp_path),
         loaded(beside | option, env, text, tmp_path),

@@ -8,18 +8,21 @@ from typing import Any
 
 import msgspec
 
+from tierkv.core.addresses import pool_bases
 from tierkv.core.codec_gate import CodecGate
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.core.instructions import AnyInstruction, AnyReport, BalanceTier, JournalRows, Recovered, TierHealth
 from tierkv.core.keys import chain_keys, pack_tokens
 from tierkv.core.state import CacheState, Limits
-from tierkv.node.control import WorkerName
+from tierkv.node.control import WorkerDied, WorkerName, WorkerStarted
 from tierkv.node.core_calls import CoreCalls
+from tierkv.node.front_devices import FrontDevices
 from tierkv.node.front_sessions import FrontSession, SessionTable
 from tierkv.node.mover import Mover
 from tierkv.node.outbox import Outbox
 from tierkv.node.service import NodeFacts, Service
 from tierkv.node.survey import NodeState, Survey
+from tierkv.node.tier_worker import DeviceWorker
 from tierkv.wire.frames import decode_reply, encode
 from tierkv.wire.messages import OpenGroup, Reply, Request
 from tierkv.workers.channel import BlockingChannel, worker_end
@@ -64,6 +67,7 @@ class Kit:
     nvme_bytes: int = 0
     disk_bytes: int = 0
     session_bytes: int = HOST_BYTES
+    device_bytes: tuple[int, ...] = ()
     now: float = 1_000.0
     takes_replies: bool = True
     codec_gate: CodecGate | None = None
@@ -82,8 +86,14 @@ class Kit:
             session_bytes=self.session_bytes,
             inflight_writes=2,
             inflight_reads=2,
+            device_bytes=self.device_bytes,
         )
-        self.state = CacheState(limits, [0] * (HOST_BYTES // 4096))
+        self.bases = pool_bases(HOST_BYTES, SLAB_BYTES, self.device_bytes)
+        self.state = CacheState(limits, [0] * (self.bases[-1] // 4096))
+        self.device_workers = [
+            DeviceWorker(device, "cpu" if not device else f"cpu:{device}", 0.0)
+            for device in range(len(self.device_bytes))
+        ]
         self.mover = Mover()
         self.outbox = Outbox(self._transmit, lambda: self.now)
         self.disk = Mover(WorkerName.DISK)
@@ -94,6 +104,7 @@ class Kit:
             self.replaced.append,
             disk=self.disk,
             replace_disk_worker=self.replaced.append,
+            devices={worker.mover: self.replaced.append for worker in self.device_workers},
         )
         self.announced: list[FrontSession] = []
         self.sessions = SessionTable(self._catch_up)
@@ -106,7 +117,7 @@ class Kit:
             front_restarts=0,
             started=0.0,
         )
-        self.survey = Survey(self.core, self.outbox, self.node)
+        self.survey = Survey(self.core, self.outbox, self.node, self.device_workers)
         self.service = Service(
             self.core,
             self.sessions,
@@ -125,6 +136,9 @@ class Kit:
         )
         self.worker: BlockingChannel[AnyReport, AnyInstruction] | None = None
         self.disk_worker: BlockingChannel[AnyReport, AnyInstruction] | None = None
+        self.opened: list[int] = []
+        self.devices = FrontDevices(self.device_workers, self.service, lambda worker: self.opened.append(worker.device))
+        self.device_ends: dict[int, BlockingChannel[AnyReport, AnyInstruction]] = {}
         self._last_id = 0
         self.join(ENGINE)
 
@@ -143,7 +157,9 @@ class Kit:
     def close(self) -> None:
         self.mover.detach()
         self.disk.detach()
-        for worker in (self.worker, self.disk_worker):
+        for device in self.device_workers:
+            device.mover.detach()
+        for worker in (self.worker, self.disk_worker, *self.device_ends.values()):
             if worker is not None:
                 worker.close()
 
@@ -230,6 +246,34 @@ class Kit:
     def kill_disk_worker(self) -> None:
         self.disk.detach()
         self.service.worker_died(self.now, WorkerName.DISK)
+
+    # ---- as the worker of a device
+
+    def start_device(self, device: int = 0, *reports: AnyReport) -> None:
+        ours, theirs = socket.socketpair()
+        if device in self.device_ends:
+            self.device_ends[device].close()
+        self.device_ends[device] = worker_end(theirs)
+        started = WorkerStarted(worker=WorkerName.DEVICE, device=device, pid=90 + device, restarts=0, sends_rows=False)
+        self.device_workers[device].started(started, ours, self.now)
+        self.device_report(device, *reports)
+
+    def device_instructions(self, device: int = 0) -> list[AnyInstruction]:
+        self.device_workers[device].mover.flush()
+        return list(self.device_ends[device].receive(0.0))
+
+    def device_report(self, device: int, *reports: AnyReport) -> None:
+        self.device_ends[device].send(reports, timeout_seconds=1.0)
+        worker = self.device_workers[device]
+        for report in worker.receive(self.now):
+            self.devices.on_report(worker, report, self.now)
+
+    def kill_device(self, device: int = 0, problem: str = "killed by SIGKILL") -> None:
+        worker = self.device_workers[device]
+        died = WorkerDied(worker=WorkerName.DEVICE, device=device, pid=90 + device, problem=problem)
+        for report in worker.died(died, self.now):
+            self.devices.on_report(worker, report, self.now)
+        self.devices.died(worker, self.now)
 
     # ---- time
 

@@ -19,14 +19,18 @@ import pytest
 
 from tierkv.node import sessions as sessions_module
 from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only
-from tierkv.node.sessions import Asked, Ended, Event, HungUp, Memory, Session, Sessions
+from tierkv.node.sessions import Asked, AskedDevice, Ended, Event, HungUp, Memory, Session, Sessions
 from tierkv.node.socket_folder import claim_socket_folder, listen_for_sessions
 from tierkv.wire.messages import PROTOCOL_VERSION
 from tierkv.wire.session import (
     AnySessionMessage,
     Detach,
+    DeviceGrant,
+    DeviceRefused,
     IncarnationEnded,
     InlineGrant,
+    MapDevice,
+    PoolEnded,
     SessionGrant,
     SessionHello,
     SessionMessage,
@@ -519,3 +523,74 @@ def test_where_many_users_are_served_the_silence_of_one_does_not_crowd_out_anoth
             sock.close()
         say(honest, hello())
         assert served.until(Asked).knock.uid == 4242
+
+
+POOL = DeviceGrant(device=1, epoch=3, uuid="cpu", base=2**20, num_bytes=4096, kind="memfd")
+
+
+def a_session(served: Served, client: socket.socket, *, maps_arena: bool = True) -> None:
+    say(client, hello(maps_arena=maps_arena))
+    served.until(Asked)
+    for fd in hear(client)[1]:
+        os.close(fd)
+
+
+def test_a_session_is_answered_how_to_map_a_pool_with_its_descriptor(served: Served) -> None:
+    with served.connect() as client:
+        a_session(served, client)
+        say(client, MapDevice(uuid="cpu", cuda_version=12_040))
+        event = served.until(AskedDevice)
+        assert (event.asked.uuid, event.asked.cuda_version, event.session.pid) == ("cpu", 12_040, os.getpid())
+        served.sessions.grant_pool(event.session, POOL, served.arena.fd)
+        grant, (fd,) = hear(client)
+        assert (grant, os.fstat(fd).st_ino) == (POOL, os.fstat(served.arena.fd).st_ino)
+        os.close(fd)
+
+
+def test_a_pool_without_a_descriptor_is_granted_by_its_handle(served: Served) -> None:
+    with served.connect() as client:
+        a_session(served, client)
+        say(client, MapDevice(uuid="GPU-1"))
+        grant = msgspec.structs.replace(POOL, kind="ipc", handle=b"h" * 64)
+        served.sessions.grant_pool(served.until(AskedDevice).session, grant, -1)
+        assert hear(client) == (grant, [])
+
+
+def test_who_has_mapped_a_pool_is_told_of_its_end_and_nobody_else_nor_twice(served: Served) -> None:
+    with served.connect() as maps, served.connect() as other:
+        for client in (maps, other):
+            a_session(served, client)
+        say(maps, MapDevice(uuid="cpu"))
+        served.sessions.grant_pool(served.until(AskedDevice).session, POOL, served.arena.fd)
+        for fd in hear(maps)[1]:
+            os.close(fd)
+        for epoch in (2, 3, 3):
+            served.sessions.tell_pool_ended(1, epoch)
+        assert hear(maps) == (PoolEnded(device=1, epoch=3), [])
+        for client in (maps, other):
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+
+
+def test_a_session_without_memory_maps_no_pool_and_goes_on(served: Served) -> None:
+    with served.connect() as client:
+        a_session(served, client, maps_arena=False)
+        say(client, MapDevice(uuid="cpu"))
+        assert select.select([served.sessions.fileno()], [], [], 5)[0]
+        assert served.is_quiet()
+        answer, _ = hear(client)
+        assert isinstance(answer, DeviceRefused)
+        assert answer.code == "no_pool"
+        assert served.sessions.num_sessions == 1
+
+
+def test_a_session_that_reads_no_answers_is_hung_up_on_and_still_ends_by_proof(served: Served) -> None:
+    with served.connect() as client:
+        a_session(served, client)
+        say(client, MapDevice(uuid="cpu"))
+        session = served.until(AskedDevice).session
+        for _ in range(10_000):
+            served.sessions.refuse_pool(session, "pool_down", "x" * 1_000)
+        assert session.sock is None
+        assert served.sessions.count(INCARNATION) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.config.machines import machine
-from tests.config.test_sources import VALUES
+from tests.config.test_sources import GOES_WITH, VALUES
 from tests.kinds.markers import names_of_tests
 from tests.kinds.tables import ROOT
 from tierkv.config import Settings
@@ -24,7 +24,8 @@ from tierkv.node.control import FrontSettings
 from tierkv.node.front import limits_of
 from tierkv.node.incarnation import front_settings
 from tierkv.node.tier_room import TierRoom
-from tierkv.node.worker_command import WorkerResources, disk_worker_config, worker_config
+from tierkv.node.worker_command import WorkerResources, device_worker_config, disk_worker_config, worker_config
+from tierkv.workers.device.config import DeviceWorkerConfig
 from tierkv.workers.disk_config import DiskWorkerConfig
 from tierkv.workers.worker_config import WorkerConfig
 
@@ -41,6 +42,12 @@ def worker(settings: Settings) -> WorkerConfig:
 
 def disk_worker(settings: Settings) -> DiskWorkerConfig:
     return disk_worker_config(settings, RESOURCES, NodeClock(0.0, 0.0), sends_rows=True, discard_index=False)
+
+
+def device_worker(settings: Settings) -> DeviceWorkerConfig | None:
+    if not settings.device_names:
+        return None
+    return device_worker_config(settings, RESOURCES, 0, epoch=1, export_fd=6)
 
 
 def front(settings: Settings) -> FrontSettings:
@@ -92,6 +99,14 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     "disk_inflight": (
         {"disk_inflight": limits, "io_threads": disk_worker},
         "tests/node/test_setting_effects.py::test_demotions_and_reads_of_the_disk_tier_have_threads_of_their_own",
+    ),
+    "gpu_devices": (
+        {"gpu_devices": front, "device": device_worker},
+        "tests/node/test_device_watch.py::test_the_worker_of_a_device_is_told_which_and_how_much_of_it",
+    ),
+    "gpu_bytes": (
+        {"gpu_bytes": front, "num_bytes": device_worker},
+        "tests/node/test_device_watch.py::test_the_worker_of_a_device_is_told_which_and_how_much_of_it",
     ),
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
@@ -236,7 +251,9 @@ def test_a_setting_arrives_where_it_is_acted_upon(name: str) -> None:
     given = VALUES[name][2]
     usual: dict[str, Any] = {"inline_users": ""} if name == "inline_users" else {}
     for field, made_of in EFFECTS[name][0].items():
-        before, after = getattr(made_of(settings(**usual)), field), getattr(made_of(settings(**{name: given})), field)
+        beside = GOES_WITH.get(name, {})
+        before = getattr(made_of(settings(**usual)), field, None)
+        after = getattr(made_of(settings(**beside, **{name: given})), field)
         assert before != after, field
         if isinstance(given, Path):
             assert str(after) == str(given)

@@ -93,7 +93,7 @@ def test_the_front_is_told_of_a_worker_by_name_and_gets_the_end_of_its_channel(d
 def test_one_that_follows_a_recovered_one_sends_no_rows_until_there_is_a_new_incarnation(desk: Desk) -> None:
     desk.watch.begin(desk.now)
     first = desk.start()
-    desk.watch.recovered()
+    desk.watch.recovered(1)
     desk.watch.kill()
     assert desk.until_dead() == Died(first.pid, "killed by SIGKILL")
     assert desk.watch.next_due() == desk.now

@@ -27,6 +27,7 @@ _SHARES_EXAMPLE = '"model:llama=40%, tenant:acme=20%"'
 
 MAX_NUMBER = 10**9
 MAX_USERS = 64
+MAX_DEVICES = 64
 
 
 def named(parse: Callable[[Any], Any]) -> BeforeValidator:
@@ -168,6 +169,35 @@ def parse_host(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9.:_-]{1,255}", value):
         raise ValueError(f"{value!r} isn't an address; write one like 127.0.0.1 or ::1")
     return value
+
+
+def parse_devices(value: object) -> str:
+    """GPUs, by the driver's number, or "cpu", as they are written. `device_names` reads it again."""
+    if isinstance(value, list | tuple):
+        value = ",".join(str(one) for one in value)
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str):
+        raise ValueError(f"{value!r} isn't a list of GPUs; write their numbers with commas between, like 0,1")
+    names = device_names(text)
+    if len(names) > MAX_DEVICES:
+        raise ValueError(f"{len(names)} devices are more than {MAX_DEVICES}")
+    return ",".join(names)
+
+
+def device_names(devices: str) -> tuple[str, ...]:
+    """In order: the place of each is its number in the node. ValueError for what is no device, or comes twice."""
+    names = tuple(_device_name(one.strip()) for one in devices.split(",")) if devices.strip() else ()
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} comes twice; a device has one pool")
+    return names
+
+
+def _device_name(device: str) -> str:
+    """ "cpu:1" and so on are further pools in host memory, so that what several GPUs do can be seen without any."""
+    if not re.fullmatch(r"[0-9]{1,4}|cpu(:[1-9][0-9]{0,3})?", device):
+        raise ValueError(f"{device!r} is no device; write the numbers that nvidia-smi shows, like 0,1, or cpu")
+    return device if device.startswith("cpu") else str(int(device))
 
 
 def parse_users(value: object) -> str:

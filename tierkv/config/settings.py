@@ -13,8 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validat
 
 from tierkv.config.machine import Machine
 from tierkv.config.parsers import (
+    device_names,
     named,
     one_of,
+    parse_devices,
     parse_host,
     parse_name,
     parse_number,
@@ -90,6 +92,21 @@ class Settings(BaseModel):
         default_text="a quarter of the memory, or of the control group's limit if that is less",
         example='"64GiB"',
         topic="How much",
+    )
+    gpu_devices: Annotated[str, named(parse_devices)] = _setting(
+        "",
+        "GPUs in whose memory the node keeps a pool of what is hottest, by the number that nvidia-smi shows, with "
+        "commas between: engines on the same GPU copy from it without crossing the bus. `cpu` is a pool in host "
+        "memory instead, for machines without a GPU. Needs gpu_bytes. Empty: no such tier (docs/operations.md).",
+        example='"0,1"',
+    )
+    gpu_bytes: Size | None = _setting(
+        None,
+        "Memory of each of gpu_devices for the pool there. The engine must leave it free; where less can be had, the "
+        "pool is smaller, or there is none and the node serves without.",
+        unit="size",
+        default_text="none; has to be said where there are gpu_devices",
+        example='"8GiB"',
     )
     read_only: Annotated[bool, named(parse_switch)] = _setting(
         False,
@@ -383,6 +400,7 @@ class Settings(BaseModel):
         if self.nvme_bytes is not None:
             self._check_nvme(self.nvme_bytes)
         self._check_disk()
+        self._check_gpus()
         if self.inline_users:
             self._check_inline()
         if excess := excess_bytes(self.socket_dir):
@@ -406,6 +424,16 @@ class Settings(BaseModel):
     def inline_uids(self) -> tuple[int, ...]:
         """The numbers of inline_users, each once."""
         return user_numbers(self.inline_users)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """What gpu_devices names, in order: "cpu", or the number of a GPU."""
+        return device_names(self.gpu_devices)
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """What each of them is to give, in order."""
+        return (self.gpu_bytes or 0,) * len(self.device_names)
 
     @property
     def share_rules(self) -> tuple[tuple[str, float], ...]:
@@ -488,6 +516,26 @@ class Settings(BaseModel):
                 f"{_words(self.disk_bytes)} is less than one extent (extent_bytes, {_words(self.extent_bytes)}); "
                 f"write more, or leave disk_dir out",
             )
+
+    def _check_gpus(self) -> None:
+        """By the sizes alone: what a GPU really has is found out by the process that opens it."""
+        names = self.device_names
+        if self.gpu_bytes is None:
+            if names:
+                raise ConfigError("gpu_bytes", "how much of each of gpu_devices is to be taken isn't said; write 8GiB")
+            return
+        if not names:
+            raise ConfigError("gpu_bytes", "has no effect without gpu_devices; write gpu_devices too, or leave it out")
+        if self.gpu_bytes < self.slab_bytes:
+            raise ConfigError(
+                "gpu_bytes",
+                f"{_words(self.gpu_bytes)} is less than one slab (slab_bytes, {_words(self.slab_bytes)}); "
+                f"write more, or leave gpu_devices out",
+            )
+        if self.gpu_bytes > MOST_BYTES:
+            raise ConfigError("gpu_bytes", f"{_words(self.gpu_bytes)} is more than any GPU has; write less")
+        if self.gpu_bytes % PAGE_BYTES:
+            raise ConfigError("gpu_bytes", f"{self.gpu_bytes} isn't a multiple of 4KiB; write one, like 8GiB")
 
     def _check_nvme(self, nvme_bytes: int) -> None:
         if self.data_dir is None:

@@ -194,6 +194,7 @@ class PurgeAbout(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     nvme_bytes: int = 0
     disk_bytes: int = 0
+    gpu_bytes: int = 0
 
 
 class RecordPurge(Instruction, frozen=True, tag=True):

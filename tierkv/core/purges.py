@@ -186,11 +186,17 @@ class Purges:
     def _count(self, members: Members, now: float) -> PurgeAbout:
         """Before anything is removed."""
         ledger = self._ledger
-        host = blocks = tokens = nvme = disk = extents = 0
+        devices = ledger.devices
+        host = gpu = blocks = tokens = nvme = disk = extents = 0
         for extent in members.extents:
             group = ledger.group_of(extent)
             host += sum(map(len, extent.slots)) * group.slot_bytes
-            host += sum(len(doomed.slots) for doomed in extent.doomed) * group.slot_bytes
+            gpu += sum(map(len, devices.places(extent).values())) * group.slot_bytes
+            for doomed in extent.doomed:
+                if doomed.slots[0] < devices.first_address:
+                    host += len(doomed.slots) * group.slot_bytes
+                else:
+                    gpu += len(doomed.slots) * group.slot_bytes
             blocks += extent.num_blocks
             tokens += extent.num_blocks * group.block_tokens
             nvme += extent.nvme_bytes
@@ -201,8 +207,13 @@ class Purges:
             host += len(block.slots) * group.slot_bytes
             blocks += 1
             tokens += group.block_tokens
-        host += sum(len(t.offsets) * ledger.groups[t.group].slot_bytes for t in members.tickets if not t.purged)
-        return PurgeAbout(now, extents, blocks, tokens, host, nvme, disk)
+        for ticket in members.tickets:
+            if not ticket.purged:
+                slot_bytes = ledger.groups[ticket.group].slot_bytes
+                in_pools = sum(slot >= devices.first_address for slot in ticket.offsets)
+                gpu += in_pools * slot_bytes
+                host += (len(ticket.offsets) - in_pools) * slot_bytes
+        return PurgeAbout(now, extents, blocks, tokens, host, nvme, disk, gpu)
 
     def _remove(self, job: _Job, members: Members, now: float) -> None:
         cascade, ledger = self._cascade, self._ledger

@@ -119,6 +119,24 @@ ALERTS: tuple[Alert, ...] = (
         heading="The disk tier is slow",
     ),
     Alert(
+        name="TierkvGpuAway",
+        expression=f"{m('gpu_pool_bytes')} == 0",
+        lasts="10m",
+        severity="warning",
+        summary="{{ $labels.gpu }} of {{ $labels.instance }} has no pool",
+        description="Engines on that GPU are served from host memory. `tierkv status` says why, and it is tried again.",
+        heading="A GPU has no pool",
+    ),
+    Alert(
+        name="TierkvGpuSmall",
+        expression=f"{m('gpu_pool_bytes')} > 0 and {m('gpu_pool_bytes')} < {m('gpu_asked_bytes')}",
+        lasts="10m",
+        severity="info",
+        summary="the pool of {{ $labels.gpu }} of {{ $labels.instance }} is smaller than it was to be",
+        description="The GPU had less free memory than gpu_bytes when the pool was made.",
+        heading="The pool of a GPU is smaller than asked for",
+    ),
+    Alert(
         name="TierkvFileErrors",
         expression=grew(m("io_errors_total"), "15m"),
         lasts="1m",
@@ -168,7 +186,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="TierkvRestarts",
-        expression=f'increase({m("worker_restarts_total")}{{worker!="disk"}}[1h]) > 2.5',
+        expression=f'increase({m("worker_restarts_total")}{{worker!~"disk|gpu.*"}}[1h]) > 2.5',
         lasts="0m",
         severity="warning",
         summary="the {{ $labels.worker }} process of tierkv at {{ $labels.instance }} keeps dying",

@@ -19,7 +19,7 @@ HEIGHT = 8
 SCHEMA_VERSION = 39
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
-_UNITS = {"bytes": "bytes", "seconds": "s", "tokens": "short"}
+_UNITS = {"bytes": "bytes", "bytes/second": "Bps", "seconds": "s", "tokens": "short"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +130,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Tiers",
         (
+            _tier_panel("GPUs", "gpu"),
+            Panel(
+                title="Pools of GPUs: what they have of what they were to have", unit="percentunit", most=1.0,
+                queries=((f"{_of('gpu_pool_bytes')} / {_of('gpu_asked_bytes')}", "{{instance}} {{gpu}}"),),
+            ),
             _tier_panel("Host memory", "host"),
             _tier_panel("NVMe", "nvme"),
             Panel(

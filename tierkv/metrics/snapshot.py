@@ -11,7 +11,7 @@ from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth
 from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import PrefillUse, ShareUse, TierBytes, Wear
-from tierkv.wire.messages import RecordingStatus
+from tierkv.wire.messages import DeviceStatus, RecordingStatus
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency buckets, in seconds; one more bucket holds what is slower."""
@@ -90,3 +90,4 @@ class Snapshot:
     dropped_replies: int = 0
     slow_sessions: int = 0
     recording: RecordingStatus | None = None
+    devices: tuple[DeviceStatus, ...] = ()

@@ -9,6 +9,7 @@ from typing import Literal
 from tierkv.core.pins import PinnedTier
 from tierkv.core.usage import PrefillUse, TierBytes
 from tierkv.metrics.snapshot import Latency, Snapshot
+from tierkv.wire.messages import DeviceStatus
 
 PREFIX = "tierkv_"
 
@@ -53,6 +54,11 @@ def _by_model(read: Callable[[PrefillUse], float]) -> Callable[[Snapshot], Value
         (one.model_name, one.fingerprint[:12]): read(one)
         for one in sorted(snapshot.prefill, key=lambda one: one.samples)
     }
+
+
+def _by_device(read: Callable[[DeviceStatus], float]) -> Callable[[Snapshot], Values]:
+    """By the place in gpu_devices, as `tierkv status` calls it."""
+    return lambda snapshot: {(f"gpu{device.device}",): read(device) for device in snapshot.devices}
 
 
 def _missed(snapshot: Snapshot) -> float:
@@ -352,6 +358,62 @@ METRICS: tuple[Declared, ...] = (
         "disk_worker_deaths_total", "counter", "", (), "Times the worker of the disk tier died under this front.",
         _one(lambda s: s.core.disk_worker_deaths),
     ),
+    # ---- gpu_devices
+    Declared(
+        "landed_blocks_total", "counter", "blocks", (), "Blocks stored on a GPU and copied from there to host memory.",
+        _one(lambda s: s.core.landed_blocks),
+    ),
+    Declared(
+        "dropped_landings_total", "counter", "blocks", ("reason",),
+        "Blocks stored on a GPU that were gone before they were copied.", _by(lambda s: s.core.dropped_landings),
+    ),
+    Declared(
+        "uploaded_blocks_total", "counter", "blocks", (), "Blocks copied from host memory to a GPU, for their value.",
+        _one(lambda s: s.core.uploaded_blocks),
+    ),
+    Declared(
+        "failed_copies_total", "counter", "", ("reason",), "Copies between a GPU and host memory that failed.",
+        _by(lambda s: s.core.failed_copies),
+    ),
+    Declared(
+        "gpu_worker_deaths_total", "counter", "", (), "Times the worker of a GPU with a pool died under this front.",
+        _one(lambda s: s.core.device_worker_deaths),
+    ),
+    Declared(
+        "gpu_pool_bytes", "gauge", "bytes", ("gpu",), "What the pool there really has; 0 while there is none.",
+        _by_device(lambda one: one.capacity_bytes),
+    ),
+    Declared(
+        "gpu_asked_bytes", "gauge", "bytes", ("gpu",), "What it was to have: gpu_bytes.",
+        _by_device(lambda one: one.asked_bytes),
+    ),
+    Declared(
+        "gpu_used_bytes", "gauge", "bytes", ("gpu",), "Of the pool, what holds blocks or is being filled.",
+        _by_device(lambda one: one.used_bytes + one.reserved_bytes),
+    ),
+    Declared(
+        "gpu_pinned", "gauge", "", ("gpu",), "1 when host memory is pinned for copies to and from it.",
+        _by_device(lambda one: one.is_pinned),
+    ),
+    Declared(
+        "gpu_mapped_sessions", "gauge", "sessions", ("gpu",), "Engine processes that have mapped the pool.",
+        _by_device(lambda one: one.mapped_sessions),
+    ),
+    Declared(
+        "gpu_queued_copies", "gauge", "", ("gpu",),
+        "Copies between the pool and host memory that wait or are under way.",
+        _by_device(lambda one: one.queued_copies),
+    ),
+    Declared(
+        "gpu_upload_bytes_per_second", "gauge", "bytes/second", ("gpu",),
+        "Rate of the last large copies into the pool; 0 before there was one.",
+        _by_device(lambda one: one.upload_bytes_per_second),
+    ),
+    Declared(
+        "gpu_download_bytes_per_second", "gauge", "bytes/second", ("gpu",),
+        "Rate of the last large copies out of the pool; 0 before there was one.",
+        _by_device(lambda one: one.download_bytes_per_second),
+    ),
     Declared(
         "nvme_written_today_bytes", "gauge", "bytes", (),
         "Of these, since midnight UTC, or since this front began if that is later.",
@@ -390,9 +452,9 @@ _PAGE_HEAD = """\
 
 Served for Prometheus at `http://<metrics_host>:<metrics_port>/metrics`, only when `metrics_port` is set. Counters
 (names in `_total`) only grow while one front lives and start at 0 in the next. Labels are from closed lists: `tier` is
-`host` or `nvme`, a `reason` is one of `tierkv/core/reasons.py`, a `code` one of the error codes in protocol.md, an
-`operation` of `request_seconds` the name of a request there, a `worker` is `supervisor`, `front`,
-`storage`, `gateway` or `recorder`.
+`gpu`, `host`, `nvme` or `disk`, `gpu` is `gpu0` and so on in the order of `gpu_devices`, a `reason` is one of
+`tierkv/core/reasons.py`, a `code` one of the error codes in protocol.md, an `operation` of `request_seconds` the name
+of a request there, a `worker` is `supervisor`, `front`, `storage`, `disk`, `gateway`, `recorder`, or `gpu0` and so on.
 A `share` has the name that the settings give it, or is the `rest`.
 
 Made from `tierkv/metrics/table.py` by `python -m tierkv.metrics`.

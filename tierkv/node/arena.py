@@ -3,7 +3,8 @@
     arena         memfd of its final size from the start, sealed against being resized, so that no peer can take pages
                   away from under a process that copies (that would be SIGBUS). Its pages are had stretch by stretch,
                   by `populate`, before anybody may touch them: no memory is an error at start, not a signal later
-    generations   memfd of one u64 for each page of the arena; the front writes, everybody else reads
+    generations   memfd of one u64 for each page of the arena and of the pools of devices behind it; the front writes,
+                  everybody else reads. What no slot has used yet takes no memory
 
 The pages are charged to the process that populates them, so to the node and its memory limit, not to an engine.
 """
@@ -62,9 +63,10 @@ def make_arena(num_bytes: int) -> SharedMemory:
     return memory
 
 
-def make_generations(arena_bytes: int) -> SharedMemory:
-    """All zero. Not yet sealed against writers: the front does that once it has its own mapping."""
-    return SharedMemory("tierkv generations", -(-arena_bytes // PAGE_BYTES) * GENERATION_BYTES)
+def make_generations(address_bytes: int) -> SharedMemory:
+    """Of all addresses that slots can have, all zero. Not yet sealed against writers: the front does that once it has
+    its own mapping."""
+    return SharedMemory("tierkv generations", -(-address_bytes // PAGE_BYTES) * GENERATION_BYTES)
 
 
 def seal_against_writers(fd: int) -> None:

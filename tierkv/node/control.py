@@ -1,7 +1,8 @@
 """What supervisor and front say to each other, over a Unix SOCK_SEQPACKET pair: one packet, one MessagePack message.
 
     supervisor -> front    Begin [generations], WorkerStarted [channel], WorkerDied, SessionOpened, SessionClosed,
-                           SessionEnded, HostLimit, MemoryZeroed, GatewayHeard, RecorderHeard, CodecVerdicts, Ping,
+                           SessionEnded, DeviceMapped, HostLimit, MemoryZeroed, GatewayHeard, RecorderHeard,
+                           CodecVerdicts, Ping,
                            Shutdown
     front -> supervisor    Ready, Pong, WorkerRecovered, ReplaceWorker, DirectoryGone, ZeroMemory, Drained
 
@@ -41,6 +42,12 @@ class WorkerName(StrEnum):
 
     STORAGE = "storage"
     DISK = "disk"
+    DEVICE = "device"  # one for each of gpu_devices: messages say of which
+
+
+def device_worker_name(device: int) -> str:
+    """What status, metrics and logs call the worker of a device."""
+    return f"gpu{device}"
 
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -49,7 +56,7 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that the front acts on, checked already. `data_dir` empty: there is no NVMe tier; `disk_dir`
-    alike."""
+    alike. `gpu_bytes` is of each of `gpu_devices`."""
 
     data_dir: str
     socket_dir: str
@@ -82,6 +89,8 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     ttl: tuple[tuple[str, float], ...] = ()
     shares: tuple[tuple[str, float], ...] = ()
     codec: str = ""
+    gpu_devices: tuple[str, ...] = ()
+    gpu_bytes: int = 0
 
 
 class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
@@ -106,18 +115,20 @@ class Begin(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 class WorkerStarted(ControlMessage, frozen=True, kw_only=True, tag=True):
     """A worker is running; the descriptor is the front's end of its channel. `sends_rows`: it will report what is on
-    disk, which the front does not know yet."""
+    disk, which the front does not know yet. `device` is of a device's worker."""
 
     worker: WorkerName = WorkerName.STORAGE
+    device: int = 0
     pid: int
     restarts: int
     sends_rows: bool
 
 
 class WorkerDied(ControlMessage, frozen=True, kw_only=True, tag=True):
-    """waitpid said so: from now on nothing touches the slots it was given."""
+    """waitpid said so: from now on nothing touches the slots it was given. Of a device's worker the pool is gone."""
 
     worker: WorkerName = WorkerName.STORAGE
+    device: int = 0
     pid: int
     problem: str
 
@@ -141,6 +152,13 @@ class SessionEnded(ControlMessage, frozen=True, kw_only=True, tag=True):
     """Its process has ended, or said that it has no mapping any more: what it held is free."""
 
     token: bytes
+
+
+class DeviceMapped(ControlMessage, frozen=True, kw_only=True, tag=True):
+    """The session is about to learn how to map the pool that this device has now; sent before it is told."""
+
+    token: bytes
+    device: int
 
 
 class HostLimit(ControlMessage, frozen=True, kw_only=True, tag=True):
@@ -207,9 +225,10 @@ class Pong(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerRecovered(ControlMessage, frozen=True, kw_only=True, tag=True):
-    """The worker has opened its index and told what is on disk."""
+    """The worker has opened its index and told what is on disk; that of a device has told what its pool has."""
 
     worker: WorkerName = WorkerName.STORAGE
+    device: int = 0
     pid: int
 
 
@@ -242,6 +261,7 @@ AnyControlMessage = (
     | SessionOpened
     | SessionClosed
     | SessionEnded
+    | DeviceMapped
     | HostLimit
     | GatewayHeard
     | RecorderHeard
@@ -316,7 +336,7 @@ class Control:
             packet, ancillary = self._receive_packet()
         except (BlockingIOError, InterruptedError):
             return None
-        descriptors = _descriptors(ancillary)
+        descriptors = descriptors_in(ancillary)
         if not packet:
             _close_all(descriptors)
             self.ended = True
@@ -328,7 +348,7 @@ class Control:
             raise WireError("malformed", f"a control message: {broken}") from broken
 
     def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
+        room = descriptor_room(MAX_DESCRIPTORS)
         while True:
             try:
                 packet, ancillary, _, _ = self._socket.recvmsg(MAX_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -369,7 +389,13 @@ def control_pair() -> tuple[Control, socket.socket]:
     return Control(ours), theirs
 
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+def descriptor_room(num_descriptors: int) -> int:
+    """The ancillary bytes to be ready for."""
+    return socket.CMSG_SPACE(num_descriptors * _INT_BYTES)
+
+
+def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """What came with a packet (SCM_RIGHTS). The caller owns them."""
     found = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -7,11 +7,11 @@ out; so the front ends, and the supervisor starts a new one. Never wrong beats a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tierkv.core.grants import Dropped, Evicted, LeaseReady, NeverHit, Regretted, SealReady, Waiting
-from tierkv.core.instructions import AnyInstruction, OnDisk, OpFailed, RecordPurge, SweepPurge, Write, Zero
+from tierkv.core.instructions import AnyInstruction, OnDevice, OnDisk, OpFailed, RecordPurge, SweepPurge, Write, Zero
 from tierkv.core.ledger import Effect
 from tierkv.core.reasons import Reason
 from tierkv.core.recent_evictions import RecentEvictions
@@ -37,7 +37,8 @@ class CoreFailed(TierkvError):
 
 class CoreCalls:
     """`replace_worker(problem)` asks for another storage worker, as this one reads nothing any more; so does
-    `replace_disk_worker` of the disk tier's. `zero` is who zeroes memory on a node without a storage worker."""
+    `replace_disk_worker` of the disk tier's. `devices` are the movers of gpu_devices, in order, with how another worker
+    is asked for. `zero` is who zeroes memory on a node without a storage worker."""
 
     def __init__(
         self,
@@ -49,10 +50,12 @@ class CoreCalls:
         recording: Recording | None = None,
         disk: Mover | None = None,
         replace_disk_worker: Callable[[str], None] = lambda _: None,
+        devices: Mapping[Mover, Callable[[str], None]] | None = None,
     ) -> None:
         self.state = state
         self.mover = mover
         self.disk = disk or Mover(WorkerName.DISK)
+        self.devices = tuple(devices or ())
         self.recording = recording or Recording(None)
         self.leases: WaitingRoom[bytes] = WaitingRoom()
         self.seals: WaitingRoom[int] = WaitingRoom()
@@ -61,7 +64,7 @@ class CoreCalls:
         self.dropped_bytes = 0
         self.dropped_extents = 0
         self._outbox = outbox
-        self._replace = {self.mover: replace_worker, self.disk: replace_disk_worker}
+        self._replace = {self.mover: replace_worker, self.disk: replace_disk_worker, **(devices or {})}
         self._zero = zero
 
     def queues(self) -> dict[str, int]:
@@ -143,6 +146,8 @@ class CoreCalls:
             case RecordPurge() | SweepPurge():
                 self.journal.flush(now)  # rows of what is to go are there before it goes
                 self.instruct(effect, now)
+            case OnDevice():
+                self.instruct(effect.instruction, now, self.devices[effect.device])
             case OnDisk():
                 self.instruct(effect.instruction, now, self.disk)
             case Zero() if self._zero is not None:

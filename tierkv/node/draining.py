@@ -37,12 +37,15 @@ class Draining:
                 return None
             self._service.drop_dirty(now)
             self._core.journal.close(now)
-            for mover in (self._core.mover, self._core.disk):
+            for mover in self._movers():
                 self._core.instruct(Stop(budget_seconds=STOP_SECONDS), now, mover)
             self._stop_deadline = now + STOP_SECONDS
-        if now < self._stop_deadline and any(map(_is_awaited, (self._core.mover, self._core.disk))):
+        if now < self._stop_deadline and any(map(_is_awaited, self._movers())):
             return None
         return self._sum_up()
+
+    def _movers(self) -> tuple[Mover, ...]:
+        return self._core.mover, self._core.disk, *self._core.devices
 
     def next_wakeup(self) -> float:
         return self._deadline if self._stop_deadline is None else self._stop_deadline

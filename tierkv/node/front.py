@@ -31,7 +31,15 @@ from typing import Any, cast
 import zmq
 
 from tierkv.core.codec_gate import CodecGate
-from tierkv.core.instructions import AnyReport, KeepStart, Recovered, StartsFound, TierHealth, Zero, Zeroed
+from tierkv.core.instructions import (
+    AnyReport,
+    KeepStart,
+    Recovered,
+    StartsFound,
+    TierHealth,
+    Zero,
+    Zeroed,
+)
 from tierkv.core.reasons import Reason
 from tierkv.core.starts import Window
 from tierkv.core.state import CacheState, Limits
@@ -43,6 +51,7 @@ from tierkv.node.control import (
     Begin,
     CodecVerdicts,
     Control,
+    DeviceMapped,
     DirectoryGone,
     FrontSettings,
     GatewayHeard,
@@ -65,6 +74,7 @@ from tierkv.node.control import (
 )
 from tierkv.node.core_calls import CoreCalls, CoreFailed
 from tierkv.node.draining import Draining
+from tierkv.node.front_devices import FrontDevices
 from tierkv.node.front_metrics import FrontMetrics
 from tierkv.node.front_sessions import FrontSession, SessionTable
 from tierkv.node.mover import Mover
@@ -75,7 +85,7 @@ from tierkv.node.service import NodeFacts, Service
 from tierkv.node.start_recorder import StartRecorder, taken
 from tierkv.node.survey import NodeState, Survey
 from tierkv.node.tier_room import TierRoom
-from tierkv.node.tier_worker import TierWorker
+from tierkv.node.tier_worker import DeviceWorker, TierWorker, WorkerLink
 from tierkv.wire.messages import StartsReply
 from tierkv.workers.lifeline import end_with_parent
 
@@ -118,6 +128,7 @@ def limits_of(settings: FrontSettings, nvme_bytes: int, disk_bytes: int) -> Limi
         auto_pin_share=settings.auto_pin_share,
         ttl=settings.ttl,
         shares=settings.shares,
+        device_bytes=(settings.gpu_bytes,) * len(settings.gpu_devices),
     )
 
 
@@ -132,7 +143,10 @@ class Front:
         self._has_nvme = bool(settings.data_dir)
         self._generations = _map_generations(generations_fd)
         self._storage, self._disk = _workers(settings)
-        self._workers = {worker.mover.name: worker for worker in (self._storage, self._disk)}
+        self._device_workers = tuple(
+            DeviceWorker(device, name, settings.hang_seconds) for device, name in enumerate(settings.gpu_devices)
+        )
+        self._workers: tuple[WorkerLink, ...] = (self._storage, self._disk, *self._device_workers)
         limits = limits_of(settings, self._storage.room.num_bytes, self._disk.room.num_bytes)
         state = CacheState(limits, self._generations)
         self._router = Router(Path(settings.socket_dir))
@@ -150,6 +164,7 @@ class Front:
             self._recording,
             self._disk.mover,
             partial(self._replace_worker, self._disk),
+            {worker.mover: partial(self._replace_worker, worker) for worker in self._device_workers},
         )
         self._node = NodeState(
             incarnation=begin.incarnation,
@@ -165,7 +180,7 @@ class Front:
             began=self._now(),
             ping_seconds=self._storage.watchdog.step_seconds if settings.hang_seconds else 0.0,
         )
-        self._survey = Survey(self._core, self._outbox, self._node)
+        self._survey = Survey(self._core, self._outbox, self._node, self._device_workers)
         self._codec_gate = CodecGate(settings.codec)
         self._starts = StartRecorder(
             number=begin.incarnation,
@@ -196,6 +211,7 @@ class Front:
             opened=self._note_opened,
             codec_gate=self._codec_gate,
         )
+        self._devices = FrontDevices(self._device_workers, self._service, self._tell_of_pool)
         self._is_directory_gone = False
         self._draining: Draining | None = None
         self._metrics = FrontMetrics(settings.metrics_host, settings.metrics_port)
@@ -222,7 +238,7 @@ class Front:
                 self._take_control()
             if self._control.ended:
                 return EXIT_SUPERVISOR_GONE
-            for worker in self._workers.values():
+            for worker in self._workers:
                 if worker.mover.is_attached and worker.mover.fileno() in ready:
                     self._take_reports(worker)
             if self._router.door in ready:
@@ -237,7 +253,7 @@ class Front:
             if self._metrics.wanted(ready):
                 self._metrics.serve(partial(self._survey.snapshot, self._now()))
             self._drain()
-            for worker in self._workers.values():
+            for worker in self._workers:
                 worker.mover.flush()
             self._control.flush()
         return 0
@@ -260,7 +276,7 @@ class Front:
         }
         if not self._service.is_behind:
             wanted[self._router.socket] = _POLLIN
-        for worker in self._workers.values():
+        for worker in self._workers:
             if worker.mover.is_attached:
                 wanted[worker.mover.fileno()] = _events(worker.mover.wants_write)
         wanted |= dict.fromkeys(self._metrics.filenos(), _POLLIN)
@@ -273,7 +289,7 @@ class Front:
             return 0
         now = self._now()
         times = [self._next_socket_check - time.monotonic()]
-        looks = [worker.next_look() for worker in self._workers.values()]
+        looks = [worker.next_look() for worker in self._workers]
         times += [look - time.monotonic() for look in looks if look is not None]
         self._wakeup = self._service.next_wakeup()
         if self._wakeup is not None:
@@ -303,7 +319,7 @@ class Front:
             self._router.rebind_if_deleted()
             if self._node.metrics_problem:
                 self.start_metrics()
-        for worker in self._workers.values():
+        for worker in self._workers:
             if problem := worker.why_hung():
                 self._replace_worker(worker, problem)
 
@@ -332,15 +348,19 @@ class Front:
             case SessionClosed():
                 self._service.close_session(message.token)
             case SessionEnded():
+                self._devices.session_ended(message.token)
                 self._service.end_session(message.token, now)
+            case DeviceMapped():
+                self._devices.mapped(message.token, message.device)
             case WorkerStarted():
-                self._workers[message.worker].started(message, socket.socket(fileno=descriptors[0]), now)
-                self._service.worker_started(now, message.worker)
+                self._find(message).started(message, socket.socket(fileno=descriptors[0]), now)
+                if message.worker is not WorkerName.DEVICE:  # what that one has it will tell
+                    self._service.worker_started(now, message.worker)
             case WorkerDied():
-                worker = self._workers[message.worker]
+                worker = self._find(message)
                 for report in worker.died(message, now):
                     self._on_report(worker, report, now)
-                self._service.worker_died(now, message.worker)
+                self._note_dead(worker, now)
             case HostLimit():
                 self._node.host_problem = message.problem
                 self._service.host_limit(message.num_bytes, now, earlier_bytes=message.earlier_bytes)
@@ -370,7 +390,18 @@ class Front:
 
     # ---- the workers
 
-    def _take_reports(self, worker: TierWorker) -> None:
+    def _find(self, message: WorkerStarted | WorkerDied) -> WorkerLink:
+        if message.worker is WorkerName.DEVICE:
+            return self._device_workers[message.device]
+        return self._storage if message.worker is WorkerName.STORAGE else self._disk
+
+    def _note_dead(self, worker: WorkerLink, now: float) -> None:
+        if isinstance(worker, DeviceWorker):
+            self._devices.died(worker, now)
+        else:
+            self._service.worker_died(now, worker.mover.name)
+
+    def _take_reports(self, worker: WorkerLink) -> None:
         now = self._now()
         try:
             reports = worker.receive(now)
@@ -386,7 +417,17 @@ class Front:
     def _note_opened(self, group: bytes, pid: int, is_used: bool) -> None:
         self._starts.opened(group, pid, is_used=is_used, now=self._now(), so_far=self._so_far())
 
-    def _on_report(self, worker: TierWorker, report: AnyReport, now: float) -> None:
+    def _on_report(self, worker: WorkerLink, report: AnyReport, now: float) -> None:
+        if isinstance(worker, DeviceWorker):
+            self._devices.on_report(worker, report, now)
+        elif isinstance(worker, TierWorker):
+            self._on_tier_report(worker, report, now)
+
+    def _tell_of_pool(self, worker: DeviceWorker) -> None:
+        pid = worker.mover.worker.pid
+        self._control.send(WorkerRecovered(worker=WorkerName.DEVICE, device=worker.device, pid=pid))
+
+    def _on_tier_report(self, worker: TierWorker, report: AnyReport, now: float) -> None:
         name = worker.mover.name
         worker.room.note(report)
         if isinstance(report, Recovered):
@@ -428,8 +469,8 @@ class Front:
             if worker.room.is_news(num_bytes):
                 log.warning("%s", worker.room.shortage)
 
-    def _replace_worker(self, worker: TierWorker, problem: str) -> None:
-        log.error("the %s worker can't be spoken to any more: %s", worker.mover.name, problem)
+    def _replace_worker(self, worker: WorkerLink, problem: str) -> None:
+        log.error("the %s worker can't be spoken to any more: %s", worker.mover.label, problem)
         self._control.send(ReplaceWorker(pid=worker.mover.worker.pid, problem=problem))
 
     def _have_zeroed(self, zero: Zero) -> None:
@@ -443,7 +484,7 @@ class Front:
     def close(self) -> None:
         self._metrics.close()
         self._router.close()
-        for worker in self._workers.values():
+        for worker in self._workers:
             worker.mover.detach()
         self._recording.close()
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tierkv.config import Settings
+from tierkv.core.addresses import pool_bases
 from tierkv.core.codec_gate import CODECS, JudgedModel
 from tierkv.core.starts import LastEnd
 from tierkv.node.arena import PAGE_BYTES, make_arena, make_generations, open_read_only, populate_stretches
@@ -50,7 +51,8 @@ class Incarnation:
         with ExitStack() as undo:
             self._arena = make_arena(settings.host_bytes)
             undo.callback(self._arena.close)
-            self._generations = make_generations(settings.host_bytes)
+            self.pool_bases = pool_bases(settings.host_bytes, settings.slab_bytes, settings.device_bytes)
+            self._generations = make_generations(self.pool_bases[-1])
             undo.callback(self._generations.close)
             self._generations_read_only = open_read_only(self._generations.fd)
             undo.callback(os.close, self._generations_read_only)
@@ -159,4 +161,6 @@ def front_settings(settings: Settings) -> FrontSettings:
         ttl=settings.ttl_rules,
         shares=settings.share_rules,
         codec=CODECS[settings.codec],
+        gpu_devices=settings.device_names,
+        gpu_bytes=settings.gpu_bytes or 0,
     )

@@ -69,8 +69,9 @@ class WorkerState:
 
 
 class Mover:
-    def __init__(self, name: WorkerName = WorkerName.STORAGE) -> None:
+    def __init__(self, name: WorkerName = WorkerName.STORAGE, label: str = "") -> None:
         self.name = name
+        self.label = label or name.value  # for people
         self.worker = WorkerState()
         self._channel: Channel[AnyInstruction, AnyReport] | None = None
 
@@ -141,7 +142,7 @@ class Mover:
             while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
                 reports += self.receive(now)
         except WireError as error:
-            log.error("the %s worker's last words: %s", self.name, error)
+            log.error("the %s worker's last words: %s", self.label, error)
         return reports
 
     def _note(self, report: AnyReport) -> None:

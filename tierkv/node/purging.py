@@ -114,6 +114,7 @@ def purge_reply(request_id: int, state: PurgeState, on_disk: Swept) -> PurgeRepl
         host_bytes=about.host_bytes,
         nvme_bytes=about.nvme_bytes,
         disk_bytes=about.disk_bytes,
+        gpu_bytes=about.gpu_bytes,
         removed_files=swept.files,
         removed_bytes=swept.file_bytes,
         quarantined_files=swept.quarantined_files,

@@ -57,6 +57,7 @@ class Reading:
                 max_blocks=request.max_blocks,
                 deadline=deadline,
                 revocable=request.revocable,
+                on_device=request.on_device,
                 name=request.name,
                 now=now,
             ),

@@ -39,6 +39,7 @@ def lease_reply(request_id: int, answer: Lease | Refused) -> Reply:
         blocks=answer.blocks,
         nvme_blocks=answer.nvme_blocks,
         disk_blocks=answer.disk_blocks,
+        device_blocks=answer.device_blocks,
         cached_blocks=answer.cached_blocks,
         parts=tuple(
             LeasePart(part.rank, pack_numbers(part.offsets), pack_numbers(part.generations)) for part in answer.parts

@@ -259,6 +259,24 @@ class Service:
         self._core.do(now, lambda: died(now))
         self._operating.worker_died(now, worker)
 
+    def device_started(self, device: int, num_bytes: int, now: float) -> None:
+        """Its worker has a pool of so many bytes."""
+        self._core.do(now, lambda: self._state.device_worker_started(device, num_bytes, now))
+
+    def device_died(self, device: int, now: float) -> None:
+        """Its worker is dead, by proof, and its pool is gone."""
+        self._core.do(now, lambda: self._state.device_worker_died(device, now))
+
+    def on_device_report(self, device: int, report: AnyReport, now: float) -> None:
+        self._core.do(now, lambda: self._state.device_report(device, report, now))
+
+    def map_device(self, token: bytes, device: int) -> bool:
+        """The session is about to map the pool that the device has now. False: it has ended, and maps nothing."""
+        is_there = self._sessions.find(token) is not None
+        if is_there:
+            self._core.look(lambda: self._state.map_device(token, device))
+        return is_there
+
     def host_limit(self, num_bytes: int, now: float, *, earlier_bytes: int = 0) -> None:
         self._core.do(now, lambda: self._state.host_limit(num_bytes, now, earlier_bytes=earlier_bytes))
 

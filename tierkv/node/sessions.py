@@ -31,8 +31,12 @@ from tierkv.wire.session import (
     MAX_PACKET_BYTES,
     AnySessionMessage,
     Detach,
+    DeviceGrant,
+    DeviceRefused,
     IncarnationEnded,
     InlineGrant,
+    MapDevice,
+    PoolEnded,
     SessionGrant,
     SessionHello,
     SessionRefused,
@@ -74,6 +78,7 @@ class Session:
     pidfd: int | None
     sock: socket.socket | None
     uid: int = -1
+    pools: dict[int, int] = field(default_factory=dict)  # device -> epoch of the pool that it was told how to map
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,14 @@ class Asked:
 
     knock: Knock
     hello: SessionHello
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDevice:
+    """A session wants to map the pool of a device: answer with `grant_pool` or `refuse_pool`."""
+
+    session: Session
+    asked: MapDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +111,7 @@ class Ended:
     session: Session
 
 
-Event = Asked | HungUp | Ended
+Event = Asked | AskedDevice | HungUp | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +260,27 @@ class Sessions:
         _send(knock.sock, SessionRefused(code=code, problem=problem), [])
         self._drop(knock)
 
+    def grant_pool(self, session: Session, grant: DeviceGrant, fd: int) -> None:
+        """How it maps the pool, `fd` -1 for one without a descriptor. One that does not read its answers is not told,
+        and its socket is closed: its next connection starts afresh."""
+        if session.sock is None:
+            return
+        session.pools[grant.device] = grant.epoch
+        if not _send(session.sock, grant, [fd] if fd >= 0 else []):
+            self._hang_up(session)
+
+    def refuse_pool(self, session: Session, code: str, problem: str) -> None:
+        if session.sock is not None and not _send(session.sock, DeviceRefused(code=code, problem=problem), []):
+            self._hang_up(session)
+
+    def tell_pool_ended(self, device: int, epoch: int) -> None:
+        """Whoever was told how to map it lets go of it: its memory is free when nobody maps it any more."""
+        for session in self._sessions.values():
+            if session.pools.get(device) == epoch:
+                del session.pools[device]
+                if session.sock is not None:
+                    _send(session.sock, PoolEnded(device=device, epoch=epoch), [])
+
     def tell_ended(self, incarnation: int) -> None:
         """The front of this incarnation is gone. Its sessions stay until their end is proven: they may be copying."""
         for session in self._sessions.values():
@@ -365,6 +399,12 @@ class Sessions:
         message = _decode(packet)
         if isinstance(message, Detach) and message.incarnation == session.incarnation:
             self._end(session, events)
+            return
+        if isinstance(message, MapDevice):
+            if session.maps_arena:
+                events.append(AskedDevice(session, message))
+            else:
+                self.refuse_pool(session, "no_pool", "a session without memory maps no device's either")
             return
         # The end of the socket, or something that a client of ours never says: no more requests from there.
         self._hang_up(session)

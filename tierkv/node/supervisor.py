@@ -50,6 +50,7 @@ from tierkv.node.control import (
     WorkerRecovered,
     ZeroMemory,
 )
+from tierkv.node.device_pools import DevicePools
 from tierkv.node.disk_check import require_disk_directory
 from tierkv.node.gateway_process import GatewayProcess
 from tierkv.node.held_directory import HeldDirectory
@@ -59,7 +60,7 @@ from tierkv.node.lock import lock_socket_directory
 from tierkv.node.memory_room import require_memory
 from tierkv.node.recorder_process import RecorderProcess
 from tierkv.node.session_socket import SessionSocket
-from tierkv.node.sessions import Asked, Ended, Event, HungUp, Sessions
+from tierkv.node.sessions import Asked, AskedDevice, Ended, Event, HungUp, Sessions
 from tierkv.node.socket_folder import (
     claim_inline_folder,
     claim_socket_folder,
@@ -209,8 +210,10 @@ class Supervisor:
         self._incarnation: Incarnation | None = None
         self._storage = WorkerWatch(WorkerName.STORAGE, self._launch_storage, Backoff())
         self._disk = WorkerWatch(WorkerName.DISK, self._launch_disk, Backoff(DISK_LAST_DELAY_SECONDS))
+        self._pools = DevicePools(settings, sessions)
         self._workers = [self._storage] if settings.data_dir is not None else []
         self._workers += [self._disk] if settings.disk_dir is not None else []
+        self._workers += self._pools.watches
         self._host_share = HostShare(settings.host_bytes)
         self._admission = Admission(sessions)
         self._gateway = GatewayProcess(settings)
@@ -240,6 +243,7 @@ class Supervisor:
             ready = self._wait()
             if self._signals.fileno() in ready:
                 self._on_signals()
+            self._pools.hear()
             self._take_control()
             self._reap()
             self._hear_gateway()
@@ -261,7 +265,9 @@ class Supervisor:
     def _is_over(self) -> bool:
         if not self._is_stopping or self._incarnation is not None or self._storage.has_leftover:
             return False
-        return self._is_forced or not self._disk.has_leftover  # a file server may keep that one from ever ending
+        if self._is_forced:
+            return True
+        return not any(worker.has_leftover for worker in self._workers)  # a file server or a driver may keep one
 
     def _wait(self) -> set[int]:
         wanted = {self._signals.fileno(): select.POLLIN, self._sessions.fileno(): select.POLLIN}
@@ -270,7 +276,7 @@ class Supervisor:
             if not incarnation.control.ended:
                 wanted[incarnation.control.fileno()] = select.POLLIN | writes
             wanted[incarnation.front.pidfd] = select.POLLIN
-        ends = [fd for worker in self._workers for fd in worker.pidfds()]
+        ends = [fd for worker in self._workers for fd in worker.pidfds()] + self._pools.filenos()
         wanted |= dict.fromkeys(ends + self._gateway.filenos() + self._recorder.filenos(), select.POLLIN)
         for fd in self._polled.keys() - wanted.keys():
             self._poll.unregister(fd)
@@ -415,7 +421,10 @@ class Supervisor:
         for worker in self._workers:
             died = worker.reap(now, is_stopping=self._is_stopping)
             if died is not None and self._incarnation is not None:
-                self._tell(self._incarnation, WorkerDied(worker=worker.name, pid=died.pid, problem=died.how))
+                self._tell(
+                    self._incarnation,
+                    WorkerDied(worker=worker.name, device=worker.device, pid=died.pid, problem=died.how),
+                )
 
     def _hear_gateway(self) -> None:
         heard = self._gateway.look()
@@ -474,11 +483,11 @@ class Supervisor:
             self._settings, resources, self._clock, sends_rows=sends_rows, discard_index=discard_index
         )
 
-    def _recovered(self, incarnation: Incarnation, name: WorkerName) -> None:
+    def _recovered(self, incarnation: Incarnation, message: WorkerRecovered) -> None:
         for worker in self._workers:
-            if worker.name == name:
-                worker.recovered()
-        if name == WorkerName.STORAGE:
+            if (worker.name, worker.device) == (message.worker, message.device):
+                worker.recovered(message.pid)
+        if message.worker == WorkerName.STORAGE:
             self._watchdog.begin(time.monotonic())
             self._announce(incarnation)
 
@@ -510,7 +519,7 @@ class Supervisor:
             case Pong():
                 self._watchdog.heard()
             case WorkerRecovered():
-                self._recovered(incarnation, message.worker)
+                self._recovered(incarnation, message)
             case DirectoryGone():
                 self._retake_due = time.monotonic() if message.problem else None
             case ReplaceWorker():
@@ -542,6 +551,8 @@ class Supervisor:
         match event:
             case Asked():
                 self._admission.ask(event.knock, self._incarnation)
+            case AskedDevice():
+                self._pools.ask(event, self._incarnation)
             case HungUp():
                 self._tell_of_session(event.session.incarnation, SessionClosed(token=event.session.token))
             case Ended():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -20,8 +20,10 @@ from tierkv.metrics import Snapshot
 from tierkv.metrics.snapshot import copy_counters
 from tierkv.node.control import GatewayHeard, RecorderHeard, WorkerName
 from tierkv.node.core_calls import CoreCalls
+from tierkv.node.device_survey import DeviceSurvey
 from tierkv.node.mover import SILENT_SECONDS, WorkerState
 from tierkv.node.outbox import Outbox
+from tierkv.node.tier_worker import DeviceWorker
 from tierkv.wire.messages import NvmeWear, PrefillRow, StatusReply, TierUsage, UsageReply, UsageRow, WorkerStatus
 
 GATEWAY = "gateway"
@@ -66,8 +68,9 @@ class NodeState:
 
 
 class Survey:
-    def __init__(self, core: CoreCalls, outbox: Outbox, node: NodeState) -> None:
+    def __init__(self, core: CoreCalls, outbox: Outbox, node: NodeState, devices: Sequence[DeviceWorker] = ()) -> None:
         self._core = core
+        self._devices = DeviceSurvey(devices, core.state.limits.device_bytes[0] if devices else 0)
         self._state = core.state
         self._worker = core.mover.worker
         self._disk = core.disk.worker
@@ -100,6 +103,7 @@ class Survey:
             warnings=tuple(self._warnings(now)),
             found=self._found(),
             recording=self._core.recording.status(),
+            devices=self._devices.statuses(self._state.device_tiers(), now),
         )
 
     def usage(self, request_id: int, now: float) -> UsageReply:
@@ -154,12 +158,14 @@ class Survey:
             dropped_replies=self._outbox.dropped,
             slow_sessions=self._outbox.slow_sessions,
             recording=self._core.recording.status(),
+            devices=self._devices.statuses(self._state.device_tiers(), now),
         )
 
     def _restarts(self) -> dict[str, int]:
         restarts = {"front": self._node.front_restarts, WorkerName.STORAGE.value: self._worker.restarts}
         if self._node.disk_dir:
             restarts[WorkerName.DISK.value] = self._disk.restarts
+        restarts |= self._devices.restarts()
         if self._node.has_gateway:
             restarts[GATEWAY] = self._node.gateway_heard.restarts if self._node.gateway_heard else 0
         if self._core.recording.is_on:
@@ -200,6 +206,7 @@ class Survey:
             yield f"the gateway for tenants that are not trusted is {gateway}"
         if self._is_supervisor_silent(now):
             yield f"the supervisor has said nothing for {now - self._node.supervisor_heard:.0f} s"
+        yield from self._devices.problems(now)
         if not self._node.has_nvme:
             return
         if not self._worker.is_up:
@@ -228,6 +235,7 @@ class Survey:
     def _warnings(self, now: float) -> Iterator[str]:
         """What an operator may want to change; nothing is wrong with the node."""
         yield from (shortage for shortage in self._node.shortages.values() if shortage)
+        yield from self._devices.warnings()
         if self._worker.health is not None and self._worker.health.direct_problem:
             yield f"files are transferred without O_DIRECT: {self._worker.health.direct_problem}"
         journal = self._worker.health.journal if self._worker.health is not None else JournalHealth()
@@ -280,6 +288,7 @@ class Survey:
             yield _status_of(WorkerName.STORAGE, worker, now)
         if node.disk_dir:
             yield _status_of(WorkerName.DISK, self._disk, now)
+        yield from self._devices.processes(now)
         if self._core.recording.is_on:
             yield self._recorder(now)
 
@@ -297,8 +306,8 @@ class Survey:
     def _tier(self, tier: TierBytes) -> TierUsage:
         health = {"nvme": self._worker.health, "disk": self._disk.health}.get(tier.tier)
         reads, writes = self._speeds(tier.tier)
-        is_away = tier.tier == "disk" and self._is_disk_away
-        state = "away" if is_away else "ok" if tier.is_writable else "degraded"
+        away = self._why_away(tier.tier)
+        state = "away" if away else "ok" if tier.is_writable else "degraded"
         return TierUsage(
             tier=tier.tier,
             capacity_bytes=tier.capacity_bytes,
@@ -310,12 +319,18 @@ class Survey:
             quarantined_files=health.quarantined_files if health else 0,
             state=state,
             reason=(tier.reason or "") if state == "degraded" else "",
-            problem=self._disk.why_away() if is_away else health.problem if health else "",
+            problem=away or (health.problem if health else ""),
             errors=sum(health.errors.values()) if health else 0,
             last_error=health.last_error if health else "",
             read_bytes_per_second=reads,
             write_bytes_per_second=writes,
         )
+
+    def _why_away(self, tier: str) -> str:
+        """Empty for a tier that is there."""
+        if tier == "disk" and self._is_disk_away:
+            return self._disk.why_away()
+        return self._devices.why_away() if tier == "gpu" else ""
 
     def _speeds(self, tier: str) -> tuple[int, int]:
         """Of reading and of writing, one operation by itself, since this front began. 0: nothing to tell from."""
@@ -399,6 +414,7 @@ def _usage_row(row: GroupUsage) -> UsageRow:
         host_bytes=row.host_bytes,
         nvme_bytes=row.nvme_bytes,
         disk_bytes=row.disk_bytes,
+        gpu_bytes=row.gpu_bytes,
         last_used=row.last_used,
         persistent=row.persistent,
         reachable=row.reachable,

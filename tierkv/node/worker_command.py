@@ -9,11 +9,13 @@ from typing import Any
 from tierkv.config import Settings
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
+from tierkv.workers.device.config import DeviceWorkerConfig
 from tierkv.workers.disk_config import DiskWorkerConfig
 from tierkv.workers.worker_config import WorkerConfig
 
 WORKER_MODULE = "tierkv.workers.storage"
 DISK_WORKER_MODULE = "tierkv.workers.disk"
+DEVICE_WORKER_MODULE = "tierkv.workers.device.process"
 SECONDS_A_DAY = 86_400.0
 
 
@@ -87,6 +89,32 @@ def disk_worker_config(
         rescan_seconds=settings.disk_rescan_seconds,
         sends_rows=sends_rows,
         discard_index=discard_index,
+    )
+
+
+def start_device_worker(
+    settings: Settings, resources: WorkerResources, device: int, *, epoch: int, export_fd: int
+) -> Child:
+    """It needs no data directory, and holds no lock: the memory of a device goes with the process that has it."""
+    config = device_worker_config(settings, resources, device, epoch=epoch, export_fd=export_fd)
+    return Child(DEVICE_WORKER_MODULE, [config.encode()], [*resources.descriptors, export_fd])
+
+
+def device_worker_config(
+    settings: Settings, resources: WorkerResources, device: int, *, epoch: int, export_fd: int
+) -> DeviceWorkerConfig:
+    return DeviceWorkerConfig(
+        device=settings.device_names[device].partition(":")[0],
+        index=device,
+        num_bytes=settings.device_bytes[device],
+        epoch=epoch,
+        channel_fd=resources.channel_fd,
+        export_fd=export_fd,
+        arena_fd=resources.arena_fd,
+        arena_bytes=resources.arena_bytes,
+        lifeline_fd=resources.lifeline_fd,
+        parent_pid=os.getpid(),
+        log_level=settings.log_level,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierkv.node.children import FIRST_DELAY_SECONDS, Backoff, Child, IndexSuspicion
-from tierkv.node.control import Control, WorkerName, WorkerStarted
+from tierkv.node.control import Control, WorkerName, WorkerStarted, device_worker_name
 from tierkv.node.worker_command import WorkerResources
 
 UNUSABLE_DIRECTORY = 2
@@ -53,15 +53,19 @@ class Died:
 
 
 class WorkerWatch:
-    """Owns the process and its lifeline. `backoff` says when to start again what has died."""
+    """Owns the process and its lifeline. `backoff` says when to start again what has died; `device` is whose worker it
+    is, where it is one of a device."""
 
-    def __init__(self, name: WorkerName, launch: Launch, backoff: Backoff) -> None:
+    def __init__(self, name: WorkerName, launch: Launch, backoff: Backoff, *, device: int = 0) -> None:
         self.name = name
+        self.device = device
+        self.label = device_worker_name(device) if name is WorkerName.DEVICE else name.value
         self.is_recovered = False
         """One has told this incarnation's front what is on disk: the next one need not."""
         self._launch = launch
         self._backoff = backoff
         self._suspicion = IndexSuspicion()
+        self._has_index = name is not WorkerName.DEVICE
         self._child: Child | None = None
         self._leftover: Child | None = None  # of an incarnation that ended, still to be reaped
         self._lifeline: int | None = None
@@ -90,7 +94,7 @@ class WorkerWatch:
         self._due = None
         self._backoff.started(now)
         if self._suspicion.is_strong:
-            log.warning("setting the index aside: the %s worker died before it had recovered", self.name)
+            log.warning("setting the index aside: the %s worker died before it had recovered", self.label)
         self._start(incarnation)
 
     def _start(self, incarnation: HasArena) -> None:
@@ -114,11 +118,16 @@ class WorkerWatch:
                 os.close(reading)
             self._child, self._lifeline = child, writing
             started = WorkerStarted(
-                worker=self.name, pid=child.pid, restarts=self._backoff.restarts, sends_rows=sends_rows
+                worker=self.name,
+                device=self.device,
+                pid=child.pid,
+                restarts=self._backoff.restarts,
+                sends_rows=sends_rows,
             )
             incarnation.control.send(started, [front_end.fileno()])
 
-    def recovered(self) -> None:
+    def recovered(self, pid: int) -> None:
+        """The front said so of `pid`, which may have died since: what it has told the front is told."""
         self.is_recovered = True
         self._suspicion.cleared()
         self._last_how = ""
@@ -126,7 +135,7 @@ class WorkerWatch:
     def replace(self, pid: int, problem: str) -> None:
         """Kill it, if it is still the one that was meant."""
         if self._child is not None and self._child.pid == pid:
-            log.error("replacing %s worker %d: %s", self.name, pid, problem)
+            log.error("replacing %s worker %d: %s", self.label, pid, problem)
             self._child.kill()
 
     def reap(self, now: float, *, is_stopping: bool) -> Died | None:
@@ -139,19 +148,24 @@ class WorkerWatch:
         self._child = None
         self._close_lifeline()
         if not child.succeeded:
+            how = self._why_dead() or how
             self._note_death(child, how)
             self._due = self._backoff.died(now)
         elif not is_stopping:  # it has seen the end of its channel: the front is about to be found dead, or let it go
-            log.info("%s worker %d has ended: the front spoke to it no more", self.name, child.pid)
+            log.info("%s worker %d has ended: the front spoke to it no more", self.label, child.pid)
             self._due = now + FIRST_DELAY_SECONDS
         return Died(child.pid, how)
+
+    def _why_dead(self) -> str:
+        """What it had said itself, where that says more than how it ended."""
+        return ""
 
     def _note_death(self, child: Child, how: str) -> None:
         """One that can't begin is tried again for as long as the node lives, and told once."""
         level = logging.DEBUG if how == self._last_how and not child.was_killed else logging.ERROR
-        log.log(level, "%s worker %d %s", self.name, child.pid, how)
+        log.log(level, "%s worker %d %s", self.label, child.pid, how)
         self._last_how = how
-        if not self.is_recovered and child.process.returncode != UNUSABLE_DIRECTORY:
+        if self._has_index and not self.is_recovered and child.process.returncode != UNUSABLE_DIRECTORY:
             self._suspicion.worker_died(was_killed=child.was_killed)
 
     def incarnation_ended(self) -> None:

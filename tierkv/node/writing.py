@@ -98,6 +98,7 @@ class Writing:
                 first=request.first,
                 tokens=request.tokens,
                 extras=request.extras,
+                on_device=request.on_device,
                 now=now,
             ),
         )

@@ -145,7 +145,8 @@ class Node:
             if status is None or status.state not in ("ready", "degraded"):
                 return None
             # It serves while its arena still grows, and an early reservation finds less room: all of it is wanted.
-            return status if status.tiers[0].overhead_bytes == 0 else None
+            host = next(tier for tier in status.tiers if tier.tier == "host")
+            return status if host.overhead_bytes == 0 else None
 
         return wait_until(is_ready, "the node is ready", timeout_seconds)
 

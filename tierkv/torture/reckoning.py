@@ -65,7 +65,7 @@ class Reckoning:
         grows slowly may not be sealed for a minute yet; the stop that follows writes it.)"""
 
         def is_idle(status: StatusReply) -> bool:
-            host = status.tiers[0]
+            host = next(tier for tier in status.tiers if tier.tier == "host")
             held = (status.tickets, status.leases, host.reserved_bytes, host.overhead_bytes)
             return status.sessions == 1 and not any(held)
 

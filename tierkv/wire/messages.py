@@ -460,14 +460,15 @@ class UsageRow(msgspec.Struct, frozen=True):
     persistent: bool
     reachable: bool
     disk_bytes: int = 0
+    gpu_bytes: int = 0
 
 
 class TierUsage(msgspec.Struct, frozen=True):
     """`used + reserved + overhead <= capacity` at every instant, in bytes. `state` ok or degraded; then `reason` is of
     the closed list and `problem` says it in words. Or away, of the disk tier: `problem` says why, and the sizes are
-    those that it had. `errors` file operations have failed since its worker's start, the last one as `last_error`
-    tells. `index_bytes` of both tiers of files are NVMe's. Bytes a second of one read or write by itself, since the
-    front began; 0: none yet."""
+    those that it had; of the GPU tier, whose sizes are those of all devices, when none has a pool. `errors` file
+    operations have failed since its worker's start, the last one as `last_error` tells. `index_bytes` of both tiers of
+    files are NVMe's. Bytes a second of one read or write by itself, since the front began; 0: none yet."""
 
     tier: str
     capacity_bytes: int
@@ -536,6 +537,34 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class DeviceStatus(msgspec.Struct, frozen=True):
+    """The pool on one of gpu_devices, by its place there, and as it is `name`d there. `state`: ok, starting, silent, or
+    away; then `problem` says why, and it is tried again. `capacity_bytes` is what the pool really has, of the
+    `asked_bytes`. `kind` is how engines get it: memfd, vmm or ipc. `is_pinned`: copies between it and host memory go at
+    full speed; else `why_not_pinned`. NUMA nodes of the device and of the arena, -1 where the machine names none. Bytes
+    a second of the last large copies, 0 before there was one. `mapped_sessions` have been told how to map it."""
+
+    device: int
+    name: str
+    state: str
+    asked_bytes: int
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    reserved_bytes: int = 0
+    device_name: str = ""
+    kind: str = ""
+    is_pinned: bool = False
+    why_not_pinned: str = ""
+    device_numa: int = -1
+    arena_numa: int = -1
+    upload_bytes_per_second: int = 0
+    download_bytes_per_second: int = 0
+    queued_copies: int = 0
+    mapped_sessions: int = 0
+    restarts: int = 0
+    problem: str = ""
+
+
 class RecordingStatus(msgspec.Struct, frozen=True):
     """What is recorded of what engines ask (`record`): `file_bytes` of the file and the older one; requests that this
     front, which began at `since`, has had written, and those that are missing there, by reason. `problem`: why nothing
@@ -553,7 +582,7 @@ class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     """`state`: recovering, ready, degraded or stopping; `problems` says in words what is not as it should be, and
     `warnings` what is right and perhaps not as it was meant. `found`: what the last start met in the data directory
     and the disk directory and did not take (set_aside, foreign, unknown_format, unreadable), as far as there was any.
-    `recording` is absent where nothing is recorded."""
+    `recording` is absent where nothing is recorded. `devices`: one for each of gpu_devices."""
 
     state: str
     problems: tuple[str, ...]
@@ -576,6 +605,7 @@ class StatusReply(Reply, frozen=True, kw_only=True, tag=True):
     found: dict[str, int] = {}
     recording: RecordingStatus | None = None
     disk_dir: str = ""
+    devices: tuple[DeviceStatus, ...] = ()
 
 
 class Status(Request, frozen=True, kw_only=True, tag=True):
@@ -710,6 +740,7 @@ class PurgeReply(Reply, frozen=True, kw_only=True, tag=True):
     gone: float
     reason: str = ""
     disk_bytes: Count = 0
+    gpu_bytes: Count = 0
     removed_disk_files: Count = 0
     removed_disk_bytes: Count = 0
     left_paths: tuple[str, ...] = ()
@@ -1052,6 +1083,7 @@ class Shares(Request, frozen=True, kw_only=True, tag=True):
 
 
 class EvictedTier(StrEnum):
+    GPU = "gpu"  # of all devices
     HOST = "host"
     NVME = "nvme"
     DISK = "disk"
