@@ -8,12 +8,16 @@ Every wait has a deadline and says what it waited for.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +32,25 @@ def data_of(node: Node) -> Path:
     """Its data directory, which it has."""
     assert node.data_dir is not None
     return node.data_dir
+
+
+_ports = itertools.count(10_000 + os.getpid() * 100 % 20_000)
+
+
+def free_port() -> int:
+    """On loopback, for whoever is told of it to listen on: from below those that the kernel hands out, so that no
+    connection of anybody's gets it meanwhile, nor while a node is away; other processes that run tests begin elsewhere.
+    """
+    for port in _ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("counting has no end")
+
+
+def files_below(folder: Path, suffix: str = "") -> list[Path]:
+    """All files with such a name. Also while a node removes some of them, and folders on the way: pathlib's rglob
+    raises where a folder goes between being named and being looked into."""
+    return sorted(Path(inside, name) for inside, _, names in os.walk(folder) for name in names if name.endswith(suffix))
 
 
 class EngineProcess:
@@ -80,4 +103,14 @@ class EngineProcess:
         self.kill()
 
 
-__all__ = ["Ended", "EngineProcess", "Node", "NodeLeftover", "StampedEngine", "environment", "wait_until"]
+__all__ = [
+    "Ended",
+    "EngineProcess",
+    "Node",
+    "NodeLeftover",
+    "StampedEngine",
+    "environment",
+    "files_below",
+    "free_port",
+    "wait_until",
+]

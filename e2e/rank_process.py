@@ -115,7 +115,7 @@ VERBS = {verb.__name__: verb for verb in (token, reserve, rest, commit, hold, co
 
 def main(arguments: list[str]) -> None:
     global client, group  # noqa: PLW0603 - one engine is what this process is
-    client = connect(arguments[0], timeout_seconds=5.0)
+    client = connect(arguments[0], timeout_seconds=20.0)
     group = client.open(identity(), rank=int(arguments[1]), model_name="stamped ranks")
     print(json.dumps({"started": True}), flush=True)
     for line in sys.stdin:

@@ -161,7 +161,7 @@ def test_a_file_with_another_layout_under_the_right_name_is_refused_by_that_name
     with StampedEngine(node.endpoint) as engine:
         loaded = engine.load(1, BLOCKS)
         assert (loaded.blocks, loaded.valid) == (0, 0)
-        wait_until(lambda: quarantined(node), "it is set aside", 5.0)
+        wait_until(lambda: quarantined(node), "it is set aside")
         expected = "key_mismatch" if field == "block_tokens" else "layout_mismatch"  # other keys follow from those
         assert quarantined(node) == [expected]
         assert engine.match(1, BLOCKS) == 0
@@ -273,12 +273,12 @@ def test_a_directory_that_takes_no_more_files_is_read_and_written_to_again_when_
         with unchangeable(data_of(node) / "tmp"):
             assert engine.store(2, BLOCKS) == BLOCKS
             assert engine.seal(2, BLOCKS, deadline_seconds=5.0).flushed_blocks == 0
-            status = node.wait_status(lambda s: s.state == "degraded", "it says that it can't write", 5.0)
+            status = node.wait_status(lambda s: s.state == "degraded", "it says that it can't write")
             assert any("EPERM" in problem for problem in status.problems)
             loaded = engine.load(1, BLOCKS)
             assert (loaded.right, loaded.nvme_blocks) == (BLOCKS, BLOCKS)
-        node.wait_status(lambda s: s.state == "ready", "it writes again", 10.0)
-        wait_until(lambda: engine.seal(2, BLOCKS).flushed_blocks == BLOCKS, "what was kept back is written", 5.0)
+        node.wait_status(lambda s: s.state == "ready", "it writes again")
+        wait_until(lambda: engine.seal(2, BLOCKS).flushed_blocks == BLOCKS, "what was kept back is written")
 
 
 @contextmanager
@@ -311,7 +311,7 @@ def test_a_full_disk_is_read_and_comes_back_by_itself(tmp_path: Path, reserve: s
                 engine.store(prompt, BLOCKS)
                 sealed = engine.seal(prompt, BLOCKS, deadline_seconds=2.0)
                 assert sealed.flushed_blocks in (0, BLOCKS)
-            status = node.wait_status(lambda s: s.state == "degraded", "it says so", 10.0)
+            status = node.wait_status(lambda s: s.state == "degraded", "it says so")
             assert any("disk_full" in problem for problem in status.problems)
             assert (nvme_of(node).state, nvme_of(node).reason) == ("degraded", "disk_full")
             assert status.counters["dropped_writes.disk_full"] > 0
@@ -321,7 +321,7 @@ def test_a_full_disk_is_read_and_comes_back_by_itself(tmp_path: Path, reserve: s
             assert all(loaded.right == BLOCKS for loaded in loads)
             assert any(loaded.nvme_blocks for loaded in loads)
             ballast.unlink()
-            node.wait_status(lambda s: s.state == "ready", "it is well again", 10.0)
+            node.wait_status(lambda s: s.state == "ready", "it is well again")
             engine.store_flushed(200, BLOCKS)
             on_disk = [prompt for prompt in kept if has_file(node, engine, prompt)]
         node.stop()
@@ -429,7 +429,7 @@ def test_a_damaged_file_is_a_miss_or_a_shorter_prefix_goes_aside_and_can_be_stor
             loaded = engine.load(prompt, BLOCKS)
             assert (loaded.valid, loaded.right) == (damage.intact, damage.intact), damage.name
             assert engine.match(prompt, BLOCKS) <= damage.intact, damage.name
-        wait_until(lambda: len(quarantined(node)) == len(DAMAGES), "all are set aside", 5.0)
+        wait_until(lambda: len(quarantined(node)) == len(DAMAGES), "all are set aside")
         for prompt in range(len(DAMAGES)):
             engine.store_flushed(prompt, BLOCKS)
     node.stop()
@@ -462,7 +462,7 @@ def test_files_that_changed_places_are_not_taken_for_each_other(node: Node, is_k
         for engine in (one, other):
             for prompt in (1, 2):
                 assert engine.load(prompt, BLOCKS).valid == 0
-        wait_until(lambda: len(quarantined(node)) == 4, "all are set aside", 5.0)
+        wait_until(lambda: len(quarantined(node)) == 4, "all are set aside")
 
 
 def test_a_file_of_a_newer_format_is_a_miss_and_stays_where_it_is(node: Node) -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 ROUNDS = int(os.environ.get("CHAOS_MESSAGES", "3000"))
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
 
 AUDITED = ("front=tierkv.torture.front",)
 """A front that proves the promises of its core again and again, and ends when one is broken."""
@@ -323,7 +323,7 @@ def test_nonsense_without_end_is_answered_and_harms_nobody(node: Node) -> None:
                     assert bystander.load(1, 16).right == 16
             assert peer.is_silent(), "one answer for each"
         assert len(codes) > 12, codes
-        node.wait_status(lambda s: not s.tickets and not s.leases, "what the dead session held is free", 5.0)
+        node.wait_status(lambda s: not s.tickets and not s.leases, "what the dead session held is free")
         bystander.store_flushed(2, 16)
         assert bystander.load(2, 16).right == 16
     after = node.status()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, files_below, wait_until
 from tierkv.client import connect_operator
 from tierkv.config import MiB
 from tierkv.core.reasons import Reason
@@ -30,7 +30,7 @@ def nvme(node: Node) -> TierUsage:
 
 def files(node: Node) -> list[Path]:
     assert node.data_dir is not None
-    return sorted((node.data_dir / "models").rglob("*.kv"))
+    return files_below(node.data_dir / "models", ".kv")
 
 
 def bytes_of(paths: list[Path]) -> int:

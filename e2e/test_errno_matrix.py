@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import re
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, free_port, wait_until
 from e2e.sick_disk import ALWAYS, VARIABLE, SickDisk
 from tests.faults.system_calls import ALL_ERRNOS
 
@@ -39,11 +38,6 @@ OPERATIONS = {
 TURNS = 24
 BLOCKS = 2
 PREFILLED = 80  # prompts of 32 KiB: more than fits in memory, so that some are on disk only
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 class Cells:
@@ -70,7 +64,7 @@ class Cells:
             self.engine.store(prompt, BLOCKS)
             return self.engine.seal(prompt, BLOCKS).flushed_blocks == BLOCKS
 
-        wait_until(is_flushed, "a store is flushed", 20.0)
+        wait_until(is_flushed, "a store is flushed")
         self.flushed.append(prompt)
 
     def work(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e import harness
-from e2e.harness import Node, StampedEngine, data_of, wait_until
+from e2e.harness import Node, StampedEngine, data_of, files_below, wait_until
 from tests.faults.clock import DAY, Skew
 
 pytestmark = pytest.mark.timeout(180)
@@ -27,7 +27,7 @@ def skew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Skew]:
 
 
 def files(node: Node) -> int:
-    return len(list((data_of(node) / "models").rglob("*.kv")))
+    return len(files_below(data_of(node) / "models", ".kv"))
 
 
 def sleep_for(node: Node, skew: Skew, hours: int) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -17,14 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, free_port, wait_until
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
@@ -43,7 +37,7 @@ def wait_health(port: int, path: str, is_it: Callable[[int, dict[str, Any]], boo
         status, body = ask(port, path)
         return {"status": status, **body} if is_it(status, body) else None
 
-    return wait_until(look, what, 30.0)
+    return wait_until(look, what)
 
 
 def test_a_hung_front_is_replaced_and_engines_go_on(tmp_path: Path) -> None:
@@ -53,9 +47,9 @@ def test_a_hung_front_is_replaced_and_engines_go_on(tmp_path: Path) -> None:
             engine.store_flushed(1, 8)
             front = node.pid("front")
             os.kill(front, signal.SIGSTOP)
-            wait_until(lambda: not psutil.pid_exists(front), "the hung front is gone", 40.0)
-            node.wait_status(lambda status: status.state == "ready", "it is ready again", 40.0)
-            wait_until(lambda: engine.match(1, 8) == 8, "what was flushed is found again", 40.0)
+            wait_until(lambda: not psutil.pid_exists(front), "the hung front is gone")
+            node.wait_status(lambda status: status.state == "ready", "it is ready again")
+            wait_until(lambda: engine.match(1, 8) == 8, "what was flushed is found again")
             loaded = engine.load(1, 8)
             assert (loaded.valid, loaded.right) == (8, 8)
         assert "has given no sign of life" in node.log()
@@ -74,7 +68,7 @@ def test_a_hung_storage_worker_is_named_and_then_replaced(tmp_path: Path) -> Non
             assert body["processes"]["storage"] == "silent"
             assert any("storage worker" in problem for problem in body["problems"])
             assert ask(port, "/livez")[0] == 200  # it mends itself: nobody is to restart the node for it
-            wait_until(lambda: not psutil.pid_exists(worker), "the hung worker is gone", 40.0)
+            wait_until(lambda: not psutil.pid_exists(worker), "the hung worker is gone")
             wait_health(port, "/healthz", lambda status, _: status == 200, "health is well again")
             engine.store_flushed(2, 8)
             assert engine.load(1, 8).right == 8
@@ -116,11 +110,9 @@ def test_a_data_directory_that_was_emptied_is_made_anew_and_the_node_goes_on(tmp
             engine.store_flushed(1, 8)
             for path in node.data_dir.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            began = time.monotonic()
-            wait_until(lambda: "taken anew" in node.log(), "it is taken anew", 30.0)
-            wait_until(lambda: engine.store(2, 8) == 8, "stores go on", 30.0)
+            wait_until(lambda: "taken anew" in node.log(), "it is taken anew")
+            wait_until(lambda: engine.store(2, 8) == 8, "stores go on")
             engine.store_flushed(3, 8)
-            assert time.monotonic() - began < 20.0
             assert engine.match(1, 8) == 0  # gone with its file
             status = node.wait_status(lambda status: status.state == "ready", "it is ready")
             nvme = next(tier for tier in status.tiers if tier.tier == "nvme")
@@ -150,7 +142,7 @@ def test_a_data_directory_that_was_removed_is_waited_for_under_its_own_reason(tm
             assert engine.load(1, 8).is_wrong is False
             assert not node.data_dir.exists()  # what was moved away may come back, and finds its place free
             node.data_dir.mkdir(mode=0o700)
-            node.wait_status(lambda status: status.state == "ready", "it has taken the new one", 30.0)
+            node.wait_status(lambda status: status.state == "ready", "it has taken the new one")
             engine.store_flushed(4, 8)
             assert engine.match(1, 8) == 0
 

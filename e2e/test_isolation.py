@@ -7,7 +7,6 @@ import hashlib
 import os
 import pickle
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import psutil
 import pytest
 from blake3 import blake3
 
-from e2e.harness import Node, StampedEngine, data_of, environment, wait_until
+from e2e.harness import Node, StampedEngine, data_of, environment, free_port, wait_until
 from tierkv.core.reasons import Reason
 from tierkv.errors import ConfigError
 from tierkv.storage.directory import FOLDERS
@@ -100,8 +99,7 @@ def test_tenants_find_and_touch_nothing_of_each_other(node: Node) -> None:
 @pytest.mark.scenario("B229", then="reports, metrics and logs know a tenant by eight digits of its salt's digest")
 def test_no_report_log_or_metric_has_a_salt(tmp_path: Path) -> None:
     salt = "s3cr3t-salt-of-a-tenant"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     with Node(tmp_path, log_level="debug", metrics_port=str(port)) as node:
         node.start()
         with StampedEngine(node.endpoint, salt=salt) as engine:
@@ -137,8 +135,7 @@ def test_no_report_log_or_metric_has_a_salt(tmp_path: Path) -> None:
 @pytest.mark.scenario("B234", then="nothing listens but private Unix sockets, and metrics on loopback where asked for")
 @pytest.mark.parametrize("with_metrics", [False, True])
 def test_nothing_listens_but_private_unix_sockets_and_metrics_on_loopback(tmp_path: Path, with_metrics: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     previous = os.umask(0)
     try:
         with Node(tmp_path, metrics_port=str(port) if with_metrics else None) as node:
@@ -155,6 +152,7 @@ def test_nothing_listens_but_private_unix_sockets_and_metrics_on_loopback(tmp_pa
             assert len(sockets) == 2
             assert {stat.S_IMODE(path.parent.stat().st_mode) for path in sockets} == {0o700}
             assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in sockets} == {0}
+            node.stop()
             paths = [data_of(node), *data_of(node).rglob("*")]
             modes = {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in paths}
             assert modes == {(True, 0o700), (False, 0o600)}

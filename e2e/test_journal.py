@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, data_of, environment, wait_until
+from e2e.harness import Node, StampedEngine, data_of, environment, files_below, wait_until
 from tierkv.client import connect_operator
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,7 +48,7 @@ def kill_all(node: Node) -> None:
 
 
 def files(node: Node) -> list[Path]:
-    return sorted((data_of(node) / "models").rglob("*.kv"))
+    return files_below(data_of(node) / "models", ".kv")
 
 
 def check_sums(report: dict[str, Any]) -> None:

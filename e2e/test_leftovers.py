@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def test_a_hundred_killed_engines_leave_nothing(node: Node) -> None:
         lambda told: (told.sessions, told.leases, told.tickets) == (1, 0, 0), "what the dead held is free"
     )
     assert told.state == "ready"
-    wait_until(lambda: all(now <= then for now, then in _pairs(before, census(node))), f"it is again {before}", 20.0)
+    wait_until(lambda: all(now <= then for now, then in _pairs(before, census(node))), f"it is again {before}")
 
 
 def _pairs(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -167,7 +168,7 @@ def test_a_terminal_that_is_closed_ends_its_node(node: Node, tmp_path: Path) -> 
         os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    wait_until(lambda: not any(child.is_running() for child in children), "its processes are gone", 20.0)
+    wait_until(lambda: not any(child.is_running() for child in children), "its processes are gone")
     assert node.sockets() == []
     node.start()
     assert node.stop().exit_code == 0
@@ -182,12 +183,17 @@ def test_whatever_a_node_makes_is_its_users_alone(node: Node, tmp_path: Path) ->
                 engine.store_flushed(prompt, BLOCKS)
             engine.group.report_bad(engine.keys(2, BLOCKS), 0)
             assert node.data_dir is not None
-            made = [*node.data_dir.rglob("*"), *node.endpoint.rglob("*"), node.data_dir, node.endpoint]
-            assert len(made) > 15
+            modes: dict[str, int] = {}
+            for root in (node.data_dir, node.endpoint):
+                for folder, _, names in os.walk(root):
+                    for path in (folder, *(os.path.join(folder, name) for name in names)):
+                        with suppress(FileNotFoundError):  # gone meanwhile, as what is set aside is
+                            modes[path] = os.stat(path).st_mode
+            assert len(modes) > 15
             open_to_others = {
-                str(path): oct(path.stat().st_mode & 0o777)
-                for path in made
-                if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)
+                path: oct(mode & 0o777)
+                for path, mode in modes.items()
+                if mode & 0o777 != (0o700 if stat.S_ISDIR(mode) else 0o600)
             }
             assert open_to_others == {}
     finally:
@@ -243,7 +249,7 @@ def test_without_a_node_nobody_touches_its_files(node: Node) -> None:
         assert snapshot(node.data_dir) == before
         node.start()
         for engine in engines:
-            wait_until(lambda engine=engine: engine.match(1, BLOCKS) == BLOCKS, "it has found the node", 20.0)  # type: ignore[misc]
+            wait_until(lambda engine=engine: engine.match(1, BLOCKS) == BLOCKS, "it has found the node")  # type: ignore[misc]
             assert engine.load(1, BLOCKS).right == BLOCKS
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from e2e.dying_loops import VARIABLE
-from e2e.harness import Node, StampedEngine, wait_until
-from e2e.test_health import free_port
+from e2e.harness import Node, StampedEngine, free_port, wait_until
 from tierkv.client import connect_operator
 from tierkv.core.loops import LOOPS
 
@@ -114,8 +113,8 @@ def broken(broken_node: Broken) -> Iterator[Broken]:
 @pytest.mark.parametrize(("process", "thread"), HERE)
 def test_a_loop_that_meets_an_exception_runs_again(broken: Broken, process: str, thread: str) -> None:
     node = broken.node
-    node.wait_status(lambda status: status.state == "ready", "it is well before", 60.0)
-    wait_until(broken.use, "a store is flushed before", 60.0)
+    node.wait_status(lambda status: status.state == "ready", "it is well before")
+    wait_until(broken.use, "a store is flushed before")
     pid, seen = node.pid(process), len(node.log())
     broken.break_loop(process, thread)
 
@@ -129,9 +128,9 @@ def test_a_loop_that_meets_an_exception_runs_again(broken: Broken, process: str,
             return "thread metrics; it is started again" in node.log()[seen:]
         return node.status() is not None and node.pid(process) != pid
 
-    wait_until(is_over, f"{thread} of {process} has ended and been replaced", 60.0)
-    node.wait_status(lambda status: status.state == "ready", "it is well again", 60.0)
-    wait_until(broken.use, "the queue drains", 60.0)
+    wait_until(is_over, f"{thread} of {process} has ended and been replaced")
+    node.wait_status(lambda status: status.state == "ready", "it is well again")
+    wait_until(broken.use, "the queue drains")
     assert broken.scrape()
     if thread not in ("MainThread", "metrics"):
         assert re.search(rf"thread {thread}(-[0-9]+)? died", node.log()[seen:])

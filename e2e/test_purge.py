@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, environment, wait_until
+from e2e.harness import Node, StampedEngine, environment, files_below, wait_until
 from tierkv.client import connect_operator
 from tierkv.client.session import Session, open_session
 from tierkv.torture.barriers import FOLDER, Barriers
@@ -78,8 +78,8 @@ def marks(engine: StampedEngine) -> list[bytes]:
 def files_with(node: Node, wanted: list[bytes]) -> list[Path]:
     assert node.data_dir is not None
     found = []
-    for path in node.data_dir.rglob("*"):
-        if path.is_file():
+    for path in files_below(node.data_dir):
+        with suppress(FileNotFoundError):  # removed meanwhile
             raw = path.read_bytes()
             found += [path for mark in wanted if mark in raw][:1]
     return found

@@ -26,7 +26,7 @@ class Crew:
     def __init__(self, folder: Path) -> None:
         self.node = Node(folder, eviction_policy="lru")  # which takes whatever is stored, by whom it may
         self.node.start()
-        self.client: Client = connect(self.node.endpoint, timeout_seconds=5.0)
+        self.client: Client = connect(self.node.endpoint, timeout_seconds=20.0)
         self.group = self.client.open(identity(), model_name="stamped ranks")
         self.ranks = [EngineProcess(self.node.endpoint, rank=rank) for rank in range(RANKS)]
 

@@ -41,7 +41,7 @@ def test_what_engines_ask_is_recorded_replayed_and_purged(tmp_path: Path, memory
             engine.store(1, BLOCKS)
             assert engine.load(1, BLOCKS).blocks == BLOCKS
             other.store(2, BLOCKS)
-            wait_until(lambda: kinds(path).count("stored") == 2, "both are written down", 30.0)
+            wait_until(lambda: kinds(path).count("stored") == 2, "both are written down")
             trace = read_trace(path, ReadOptions())
             assert len(trace.groups) == 2
             hits = [len(step.blocks) for step in trace.steps if step.verb is Verb.ASK]
@@ -49,8 +49,8 @@ def test_what_engines_ask_is_recorded_replayed_and_purged(tmp_path: Path, memory
             assert tierkv("replay", str(path), "--capacity", "100%")["capacities"][0]["policies"][0]["hit_tokens"] > 0
 
             os.kill(node.pid("front"), signal.SIGKILL)
-            wait_until(lambda: engine.store(3, BLOCKS) == BLOCKS, "a new front takes what is stored", 60.0)
-            wait_until(lambda: kinds(path).count("stored") >= 3, "and it is written down as well", 60.0)
+            wait_until(lambda: engine.store(3, BLOCKS) == BLOCKS, "a new front takes what is stored")
+            wait_until(lambda: kinds(path).count("stored") >= 3, "and it is written down as well")
 
             receipt = tierkv("purge", "--tenant", "somebody else", "--yes", "--endpoint", str(node.endpoint))
             assert receipt["phase"] == "gone"
@@ -69,7 +69,7 @@ def test_a_recording_that_breaks_is_told_and_says_itself_what_it_lacks(tmp_path:
             path.unlink()
             engine.store(2, BLOCKS)
             node.wait_status(lambda status: "not_found" in missing(status), "a file that was removed is missed")
-            wait_until(lambda: engine.store(3, BLOCKS) == BLOCKS and path.exists(), "another one is begun", 30.0)
+            wait_until(lambda: engine.store(3, BLOCKS) == BLOCKS and path.exists(), "another one is begun")
 
             os.kill(node.pid("recorder"), signal.SIGKILL)
             node.wait_status(lambda status: recorder(status).problem == "killed by SIGKILL", "its death is told")

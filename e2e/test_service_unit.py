@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, data_of, wait_until
+from e2e.harness import Node, StampedEngine, data_of, free_port, wait_until
 
 UNIT = Path(__file__).parents[1] / "conf" / "tierkv.service"
 CONFINED = (sys.executable, "-m", "e2e.confined", str(UNIT))
@@ -46,9 +45,7 @@ def test_the_restrictions_are_real(code: str) -> None:
 
 
 def test_a_node_serves_writes_recovers_replaces_its_processes_and_stops(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with Node(tmp_path, metrics_port=str(port)) as node:
         node.start(wrapper=CONFINED)
         with StampedEngine(node.endpoint) as engine:

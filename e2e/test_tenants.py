@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from e2e.harness import EngineProcess, Node, StampedEngine, environment, wait_until
+from e2e.harness import EngineProcess, Node, StampedEngine, environment, free_port, wait_until
 from tierkv.client import connect_operator
 from tierkv.wire.messages import BlockState
 from tierkv.wire.session import NODE_SOCKET_NAME, SESSION_SOCKET_NAME
@@ -104,7 +104,7 @@ def test_no_tenant_sees_or_harms_what_another_stored_in_any_tier(node: Node, inl
             look("host memory", BLOCKS)
             for prompt in range(100, 100 + 60):  # more than host memory has room for
                 trusted_without.store(prompt, 32)
-            node.wait_status(lambda now: not now.dirty_extents, "nothing waits for the disk, so there is room", 60)
+            node.wait_status(lambda now: not now.dirty_extents, "nothing waits for the disk, so there is room")
             look("NVMe", 0)
         for other in others.values():
             assert other.ask("operate") == {"codes": ["not_allowed"] * 4}
@@ -301,7 +301,7 @@ def errno_of_connecting(path: Path, kind: socket.SocketKind) -> int:
     then="by default nothing listens but Unix sockets in a directory of mode 0700, which a stranger can't enter",
 )
 def test_by_default_nobody_else_reaches_a_node(tmp_path: Path) -> None:
-    with Node(tmp_path, metrics_port=str(_free_port())) as node:
+    with Node(tmp_path, metrics_port=str(free_port())) as node:
         node.start()
         names = ("supervisor", "front", "storage")
         listening = {
@@ -347,10 +347,3 @@ def test_a_user_that_was_not_named_gets_neither_a_session_nor_a_connection(node:
         assert as_user(12_345, act) == 13
     assert as_user(BOB, talk) == 13  # named, but this is another user's socket
     assert as_user(ALICE, talk) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

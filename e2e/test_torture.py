@@ -132,7 +132,7 @@ def test_killed_it_takes_its_nodes_and_engines_along(tmp_path: Path) -> None:
         started = {(one.pid, one.started) for one in descendants(command.pid)}
         command.kill()
         command.communicate(timeout=120)
-    wait_until(lambda: not running(started), "all its processes are gone", 60.0)
+    wait_until(lambda: not running(started), "all its processes are gone")
 
 
 def running(processes: set[tuple[int, int]]) -> list[int]:

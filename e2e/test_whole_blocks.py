@@ -12,7 +12,7 @@ from tierkv.storage.extent_header import read_header
 from tierkv.storage.names import ExtentName
 from tierkv.torture.stamped import BLOCK_BYTES, StampedEngine, poisoned, stamps, tokens_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.mark.scenario(

@@ -59,7 +59,7 @@ def running(node: Node) -> Node:
 
 @pytest.fixture
 def client(running: Node) -> Any:
-    with connect(running.endpoint, timeout_seconds=5.0) as made:
+    with connect(running.endpoint, timeout_seconds=20.0) as made:
         yield made
 
 
@@ -141,7 +141,7 @@ def test_asking_by_hand_is_no_use(running: Node, client: Client, tmp_path: Path)
 
 def test_after_a_restart_it_lies_on_nvme(running: Node, tmp_path: Path) -> None:
     prompt = tokens_of(1, BLOCKS)
-    with connect(running.endpoint, timeout_seconds=5.0) as client:
+    with connect(running.endpoint, timeout_seconds=20.0) as client:
         Engine(client, identity()).store(prompt, flushed=True)
     running.stop()
     running.start()
@@ -153,7 +153,7 @@ def test_after_a_restart_it_lies_on_nvme(running: Node, tmp_path: Path) -> None:
 def test_what_was_evicted_is_told_with_its_reason(tmp_path: Path) -> None:
     with Node(tmp_path, memory_only=True, host_bytes="4MiB", session_bytes="4MiB") as small:
         small.start()
-        with connect(small.endpoint, timeout_seconds=5.0) as client:
+        with connect(small.endpoint, timeout_seconds=20.0) as client:
             engine = Engine(client, identity())
             prompt = tokens_of(1, BLOCKS)
             engine.store(prompt)
@@ -176,7 +176,7 @@ def test_what_waits_for_a_disk_that_is_closed_says_so(tmp_path: Path) -> None:
     almost_all = shutil.disk_usage(tmp_path).total - 2**20  # which no disk has free
     with Node(tmp_path, nvme_reserve_bytes=str(almost_all)) as closed:
         closed.start()
-        with connect(closed.endpoint, timeout_seconds=5.0) as client:
+        with connect(closed.endpoint, timeout_seconds=20.0) as client:
             engine = Engine(client, identity())
             prompt = tokens_of(1, BLOCKS)
             engine.store(prompt)
@@ -191,7 +191,7 @@ def test_what_waits_for_a_disk_that_is_closed_says_so(tmp_path: Path) -> None:
 def test_what_still_grows_says_that_it_is_written_when_it_is_sealed(tmp_path: Path) -> None:
     with Node(tmp_path, seal_after_seconds="600") as node:
         node.start()
-        with connect(node.endpoint, timeout_seconds=5.0) as client:
+        with connect(node.endpoint, timeout_seconds=20.0) as client:
             prompt = tokens_of(1, 3)  # an extent has room for more
             Engine(client, identity()).store(prompt)
             found = why(node, tmp_path, prompt, "--model", "llama")

@@ -24,7 +24,7 @@ import pytest
 
 from tierkv.core.state import CacheState
 
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 10.0
 
 MOST_EXTENTS = 2_000
 """Of a core whose books are closed after the test: looking at everything takes long where there is much."""

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from tierkv.client.asking import GRACE_SECONDS
 from tierkv.errors import DataDirectoryInUse, IdentityError, IncompleteError, NodeSilent, NodeUnreachable, TierkvError
 from tierkv_cli import main
 from tierkv_cli.main import COMMANDS, cli, run
+from tierkv_cli.reach import REACH_SECONDS
 
 
 def test_help_names_every_command(tierkv):
@@ -104,6 +106,10 @@ def python(program: str, *arguments: str, **more) -> subprocess.CompletedProcess
     command = [sys.executable, "-c", program, *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
     return subprocess.run(command, check=False, text=True, timeout=50, **streams)
+
+
+def test_a_node_that_says_nothing_is_given_up_within_what_is_promised():
+    assert REACH_SECONDS + GRACE_SECONDS < 2.0  # of 3 s, the rest of which is the start of a process
 
 
 def test_help_is_quick_and_imports_nothing_heavy():

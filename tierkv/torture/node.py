@@ -37,6 +37,7 @@ from tierkv.wire.messages import StatusReply
 
 READY_SECONDS = 180.0
 END_SECONDS = 120.0
+STATUS_SECONDS = 5.0  # a busy machine is no node that does not answer
 
 SMALL = {
     "host_bytes": "32MiB",
@@ -176,7 +177,7 @@ class Node:
 
     def status(self) -> StatusReply | None:
         """None when it does not answer."""
-        with connect_operator(self.endpoint) as operator:
+        with connect_operator(self.endpoint, timeout_seconds=STATUS_SECONDS) as operator:
             try:
                 status = operator.status()
             except NodeUnreachable:
