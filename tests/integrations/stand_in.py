@@ -34,6 +34,9 @@ class StandInLease:
             destination.write_blocks(index, row[np.newaxis])
         return min(self.blocks, self.group.valid_blocks)
 
+    def count_on_device(self, first: int, end: int) -> int:
+        return 0
+
 
 @dataclass
 class StandInTicket:
@@ -50,6 +53,10 @@ class StandInTicket:
             row = np.full((1, self.group.block_bytes), 0xDD, np.uint8)
             source.read_blocks(index, row)
             self.written[index] = row.tobytes()
+
+    @property
+    def device_blocks(self) -> int:
+        return 0
 
     def commit(self) -> Committed:
         self.group.meet("commit")
@@ -95,7 +102,9 @@ class StandInGroup:
         return present.index(False) if False in present else len(present)
 
     @contextmanager
-    def acquire(self, *, keys: bytes, deadline_seconds: float, name: str = "") -> Iterator[StandInLease]:
+    def acquire(
+        self, *, keys: bytes, deadline_seconds: float, name: str = "", device: Any = None
+    ) -> Iterator[StandInLease]:
         self.meet("acquire")
         self.names.append(name)
         if self.away:
@@ -109,7 +118,14 @@ class StandInGroup:
 
     @contextmanager
     def reserve_tail(
-        self, keys: bytes, *, first_block: int, tokens: bytes, extras: Any, deadline_seconds: float
+        self,
+        keys: bytes,
+        *,
+        first_block: int,
+        tokens: bytes,
+        extras: Any,
+        deadline_seconds: float,
+        device: Any = None,
     ) -> Iterator[StandInTicket]:
         self.meet("reserve")
         if self.away:

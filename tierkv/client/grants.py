@@ -95,6 +95,10 @@ class LeaseCore:
         """So many are in the pool of a device: of the first rank that was named, where several were."""
         return self._facts.device_blocks
 
+    def count_on_device(self, first: int, end: int) -> int:
+        """How many of the blocks [first, end) this process reads in a pool. Until the release."""
+        return 0 if self._facts.slots is None else self._facts.slots.count_in_pool(first, end)
+
     @property
     def cached_blocks(self) -> int:
         """What `match` would have said: more than `blocks` when the deadline or the room was short (`reason`)."""
@@ -243,6 +247,11 @@ class TicketCore:
     @property
     def first_block(self) -> int:
         return self._facts.first_block
+
+    @property
+    def device_blocks(self) -> int:
+        """So many of the granted ones have their slots in the pool of a device. Until the commit."""
+        return 0 if self._facts.slots is None else self._facts.slots.count_in_pool(0, len(self._facts.granted))
 
     @property
     def states(self) -> bytes:

@@ -68,6 +68,10 @@ class Slots:
             raise ForkedClient("this grant was made before fork(): its slots are the parent's")
         return self
 
+    def count_in_pool(self, first: int, end: int) -> int:
+        """How many of the slots [first, end) are in the pool of a device."""
+        return 0 if self.pool is None else int(np.count_nonzero(self.offsets[first:end] >= self.pool.base))
+
     def runs(self, blocks: np.ndarray, memory: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """(first block, rows) of neighbours, where `blocks` numbers the block in each slot."""
         for start, end in find_runs(blocks, self.offsets[: len(blocks)], self.slot_bytes):

@@ -15,30 +15,31 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from tierkv.client import Group
+from tierkv.client import DevicePool, Group
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.prefill_clock import LEAST_TOKENS
 from tierkv.integrations.connector.prefix import Prefix
 from tierkv.integrations.connector.transfer import load_blocks, store_blocks
-from tierkv.integrations.kv_blocks import BlockShape, CacheDestination, CacheSource
+from tierkv.integrations.kv_blocks import CPU, BlockShape, CacheDestination, CacheSource
 
 
 @dataclass(slots=True, kw_only=True)
 class CacheUse:
     """What the cache did for one request.
 
-    `reused_tokens` = `host_tokens` + `nvme_tokens`: by the tier they lay in when the request came. `cached_tokens` is
-    what the node had: more than was reused if time or room was short, which `reason` names. `stored_blocks` are
-    those this request gave to the node (others were there already); `store_reason` says why not all. Bytes are those in
-    the node: of coded blocks, where the group has a codec. `fault` is the text of an exception of ours that was set
-    aside so that the request could go on.
+    `reused_tokens` = `device_tokens` + `host_tokens` + `nvme_tokens`: by the tier they lay in when the request came, of
+    which a GPU's pool is one. `cached_tokens` is what the node had: more than was reused if time or room was short,
+    which `reason` names. `stored_blocks` are those this request gave to the node (others were there already);
+    `store_reason` says why not all. Bytes are those in the node: of coded blocks, where the group has a codec. `fault`
+    is the text of an exception of ours that was set aside so that the request could go on.
     """
 
     prompt_tokens: int
     cached_tokens: int = 0
     reused_tokens: int = 0
+    device_tokens: int = 0
     host_tokens: int = 0
     nvme_tokens: int = 0
     loaded_bytes: int = 0
@@ -53,7 +54,7 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    """What all requests of one model have in common."""
+    """What all requests of one model have in common. `device` is the model's, `pool` the node's on it, if used."""
 
     group: Group
     shape: BlockShape
@@ -61,6 +62,8 @@ class RequestSettings:
     fence: Fence
     load_deadline_seconds: float
     store_deadline_seconds: float
+    device: torch.device = CPU
+    pool: DevicePool | None = None
 
 
 class Request:
@@ -71,10 +74,10 @@ class Request:
         self._settings = settings
         self._name = name
         self._shape = settings.shape
-        self._known = tokens[0].numpy()
+        self._known = tokens[0].cpu().numpy()
         self._prefix = Prefix(settings.group.key, self._shape.block_tokens, lambda begin, end: self._known[begin:end])
         self._bypassed = False
-        self.tokens = tokens
+        self.tokens = tokens.to(settings.device)
         self.loaded_at = 0.0
         self.cache = DynamicCache(config=settings.config)
         self.use = CacheUse(prompt_tokens=tokens.shape[1])
@@ -96,15 +99,15 @@ class Request:
         keys = self._prefix.keys(self._prefix.loadable_blocks(use.prompt_tokens))
         if not keys:
             return
-        deadline = self._settings.load_deadline_seconds
-        with self._settings.group.acquire(keys=keys, deadline_seconds=deadline, name=self._name) as lease:
+        deadline, pool = self._settings.load_deadline_seconds, self._settings.pool
+        with self._settings.group.acquire(keys=keys, deadline_seconds=deadline, name=self._name, device=pool) as lease:
             use.reason = lease.reason
             use.cached_tokens = lease.cached_blocks * block_tokens
             self._prefix.found(lease.cached_blocks)
             if lease.blocks == 0:
                 return
-            destination = CacheDestination(self._shape, lease.blocks)
-            loaded = load_blocks(lease, destination)
+            destination = CacheDestination(self._shape, lease.blocks, self._settings.device)
+            loaded = load_blocks(lease, destination if pool is None else destination.on_device(pool))
         use.reason = loaded.reason
         if loaded.blocks < lease.blocks:
             self._prefix.lost(loaded.blocks)
@@ -112,7 +115,8 @@ class Request:
             destination.hand_to(self.cache, loaded.blocks)
         use.reused_tokens = loaded.blocks * block_tokens
         use.nvme_tokens = loaded.nvme_blocks * block_tokens
-        use.host_tokens = use.reused_tokens - use.nvme_tokens
+        use.device_tokens = loaded.device_blocks * block_tokens
+        use.host_tokens = use.reused_tokens - use.nvme_tokens - use.device_tokens
         use.loaded_bytes = loaded.blocks * self._settings.group.block_bytes
 
     def computed(self, seconds: float) -> None:
@@ -151,13 +155,15 @@ class Request:
     def _store(self) -> None:
         use, prefix = self.use, self._prefix
         waiting = prefix.to_offer(self.cache.get_seq_length())
+        source, pool = CacheSource(self.cache, self._shape), self._settings.pool
         given = store_blocks(
             self._settings.group,
-            CacheSource(self.cache, self._shape),
+            source if pool is None else source.on_device(pool),
             keys=prefix.keys(waiting.stop),
             first_block=waiting.start,
             tokens=prefix.packed_tokens(waiting.start, waiting.stop),
             deadline_seconds=self._settings.store_deadline_seconds,
+            device=pool,
         )
         use.stored_blocks += given.stored_blocks
         use.stored_bytes += given.stored_blocks * self._settings.group.block_bytes

@@ -27,6 +27,8 @@ PROBE_TOKENS = 16
 PROBE_TOLERANCE = 0.2
 PROBE_STRIDE = 7_919
 
+SERVED_DEVICES = frozenset({"cpu", "cuda"})
+
 LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope"})
 
 
@@ -53,15 +55,23 @@ def check_state(model: Any) -> None:
     """What may change while a model is in use."""
     if model.training:
         raise UnsupportedModel("the model is in training mode, where dropout changes the KV: call model.eval()")
-    devices = {tensor.device.type for tensor in model.parameters()}
-    if devices != {"cpu"}:
-        raise UnsupportedModel(f"weights on {', '.join(sorted(devices))}: only models on the CPU are served so far")
+    devices = {str(tensor.device) for tensor in model.parameters()}
+    if len(devices) != 1 or device_of(model).type not in SERVED_DEVICES:
+        raise UnsupportedModel(
+            f"weights on {', '.join(sorted(devices))}: models on the CPU or on one CUDA device are served"
+        )
+
+
+def device_of(model: Any) -> torch.device:
+    """Where its weights are, as far as the first one tells."""
+    device: torch.device = next(iter(model.parameters())).device
+    return device
 
 
 def probe(model: Any) -> DynamicCache:
     """Prove on the model itself that a prefix may be computed alone: PROBE_TOKENS tokens in one pass and in two must
     give the same KV but for rounding. Returns the cache of the one pass, whose layers show the shapes."""
-    spread = torch.arange(1, PROBE_TOKENS + 1) * PROBE_STRIDE
+    spread = torch.arange(1, PROBE_TOKENS + 1, device=device_of(model)) * PROBE_STRIDE
     tokens = spread.remainder(model.config.vocab_size - 1).unsqueeze(0) + 1
     half = PROBE_TOKENS // 2
     with torch.inference_mode():

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from tierkv.client import Client, Group, Sealed
+from tierkv.client import Client, DevicePool, Group, Sealed
 from tierkv.core.identity import Identity
+from tierkv.errors import ConfigError
 from tierkv.integrations.connector.codec_choice import CodecChoice, choose_codec
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import GroupSpec
@@ -41,6 +42,7 @@ from tierkv.integrations.supported import (
     check_model,
     check_state,
     check_tokens,
+    device_of,
     forward,
     probe,
 )
@@ -83,7 +85,8 @@ class PrefixCache:
     are stored with, and without its word they are stored as they are (`codec` says why). `salt` parts tenants.
     `adapter` is the fingerprint of the adapter's files if one is loaded. `load_deadline_seconds` is the longest that a
     request waits for blocks to come from NVMe. While an answer grows its blocks are stored `store_every_blocks` at a
-    time, and the rest at its end.
+    time, and the rest at its end. `device` is whose pool in the node blocks are copied from and to, as far as it has
+    them: "auto" is the model's GPU, "none" no pool, "cpu" one in host memory (for a model on the CPU, to try it out).
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class PrefixCache:
         load_deadline_seconds: float = 2.0,
         store_deadline_seconds: float = 1.0,
         store_every_blocks: int = 4,
+        device: str = "auto",
     ) -> None:
         self._model = loaded.model
         check_model(self._model, adapter=adapter)
@@ -123,6 +127,8 @@ class PrefixCache:
             fence=Fence(),
             load_deadline_seconds=load_deadline_seconds,
             store_deadline_seconds=store_deadline_seconds,
+            device=device_of(self._model),
+            pool=_pool_of(client, device_of(self._model), device),
         )
 
     @property
@@ -163,7 +169,7 @@ class PrefixCache:
         `tierkv why` finds it.
         """
         started = time.perf_counter()
-        tokens = check_tokens(input_ids)
+        tokens = check_tokens(input_ids).to(device_of(self._model))
         check_generation(self._model, options)
         request = self._begin(tokens, request_name)
         watch = TokenWatch(request, options.get("streamer"), self._store_every_blocks)
@@ -187,7 +193,7 @@ class PrefixCache:
 
     def flush(self, input_ids: torch.Tensor, *, deadline_seconds: float = 30.0) -> Sealed:
         """Wait until the cached blocks of a prompt are on disk for good, can't be, or the deadline is up."""
-        tokens = check_tokens(input_ids)[0].numpy()
+        tokens = check_tokens(input_ids)[0].cpu().numpy()
         return self.group.seal(tokens, wait="flushed", deadline_seconds=deadline_seconds)
 
     def _begin(self, tokens: torch.Tensor, name: str) -> Request:
@@ -198,3 +204,13 @@ class PrefixCache:
             log.warning("%s", request.use.fault)
         request.load()
         return request
+
+
+def _pool_of(client: Client, model: torch.device, wanted: str) -> DevicePool | None:
+    """None where blocks are to go by way of host memory."""
+    if wanted == "none" or (wanted == "auto" and model.type != "cuda"):
+        return None
+    here = "cpu" if model.type == "cpu" else f"{model.type}:{model.index or 0}"
+    if wanted not in ("auto", here):
+        raise ConfigError("device", f"{wanted!r}, but the model is on {here}: a pool of another device is no use to it")
+    return client.map_device(here)

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.client.fake_node import FakeNode
 from tests.integrations.connector.living_node import LivingNode, wait_for
 from tierkv.client import Client, connect
 from tierkv.core.identity import Identity, Layout, Parallel
+from tierkv.device.layouts import PagedLayout
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import NO_PAGE, GroupSpec, Pages, Plan
 from tierkv.integrations.connector.scheduler import PrefixScheduler, Prompt, Scheduled, SchedulerSettings
-from tierkv.integrations.connector.worker import PrefixWorker, WorkerCounts
+from tierkv.integrations.connector.worker import PagesOnDevice, PrefixWorker, WorkerCounts
 
 BLOCK_TOKENS = 4
 PAGE_BYTES = 2048
@@ -69,6 +71,10 @@ class ArrayPages:
                 if page != NO_PAGE:
                     self.memory[group, page] = row[group * PAGE_BYTES : (group + 1) * PAGE_BYTES]
 
+    def on_device(self, device: str) -> PagesOnDevice:
+        """The same pages as a device's, whose copies a test can have wait as well."""
+        return PagesOnDevice(device, tuple(PagedLayout.of([group]) for group in self.memory))
+
 
 class Clock:
     """Time that passes by itself, and that a test can put forward."""
@@ -100,7 +106,7 @@ class Engine:
 
     def __init__(
         self,
-        node: LivingNode,
+        node: LivingNode | FakeNode,
         *,
         ranks: int = 1,
         page_groups: int = 1,
@@ -108,7 +114,9 @@ class Engine:
         load_deadline_seconds: float = 60.0,
         patience_seconds: float = 0.0,
         weights: str = "w",
+        device: str | None = None,
     ) -> None:
+        """With `device` blocks are copied between pages and that pool of the node."""
         self.node = node
         self.ranks = ranks
         self.spec = make_spec(ranks=ranks, page_groups=page_groups, weights=weights)
@@ -123,13 +131,20 @@ class Engine:
                 ranks=ranks,
                 load_deadline_seconds=load_deadline_seconds,
                 patience_seconds=patience_seconds,
+                uses_pools=device is not None,
             ),
             self.fence,
             clock=self.clock,
         )
         self.pages = [ArrayPages(num_pages, page_groups) for _ in range(ranks)]
         self.workers = [
-            PrefixWorker(client, pages, self.worker_fence, rank=rank)
+            PrefixWorker(
+                client,
+                pages,
+                self.worker_fence,
+                rank=rank,
+                on_device=None if device is None else pages.on_device(device),
+            )
             for rank, (client, pages) in enumerate(zip(self._clients[1:], self.pages, strict=True))
         ]
         self.counts = WorkerCounts()

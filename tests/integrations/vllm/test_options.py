@@ -31,6 +31,7 @@ def test_everything_may_be_said() -> None:
         "adapters": "immutable",
         "block_tokens": 128,
         "node_user": "tierkv",
+        "device": "cuda:1",
     }
     options = read(**given)
     assert options.model_dump(exclude={"adapters"}) == {name: given[name] for name in given if name != "adapters"}
@@ -52,6 +53,9 @@ def test_everything_may_be_said() -> None:
         ("adapters", "sometimes"),
         ("block_tokens", 0),
         ("block_tokens", 1.5),
+        ("device", "gpu"),
+        ("device", "cuda"),
+        ("device", 0),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_name(name: str, given: Any) -> None:

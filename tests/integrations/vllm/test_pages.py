@@ -12,9 +12,12 @@ import torch
 
 pytest.importorskip("vllm")
 
+from tierkv.device.backends import cpu_backend
+from tierkv.device.memory import HostMemory
 from tierkv.errors import LayoutMismatch, UnsupportedModel
 from tierkv.integrations.connector.plan import NO_PAGE
 from tierkv.integrations.vllm import pages as pages_module
+from tierkv.integrations.vllm.device import pages_on_device, uses_pools
 from tierkv.integrations.vllm.pages import STAGED_BLOCKS, EnginePages
 
 NUM_PAGES, HEADS, TOKENS, CONTENT = 40, 3, 4, 8
@@ -208,3 +211,38 @@ def test_pages_on_a_device_make_the_round_trip_behind_what_was_computed(lay_out:
     engine.write_pages(rows, (tuple(range(20, 40)),))
     for cache in caches.values():
         assert torch.equal(cache[:20].view(torch.int16), cache[20:].view(torch.int16))
+
+
+@pytest.mark.parametrize("caches", LAYOUTS)
+def test_a_layout_moves_the_same_bytes_as_the_engines_pages_do(caches: Callable[[], Caches]) -> None:
+    """What is stored on a device is loaded by way of host memory elsewhere."""
+    filled = fill(caches())
+    engine = made(filled)
+    pages, row = [5, 0, NUM_PAGES - 1], row_bytes(filled)
+    expected = np.zeros((len(pages), row), np.uint8)
+    engine.read_pages((tuple(pages),), expected)
+    [layout] = engine.layouts()
+    assert (layout.block_bytes, layout.num_pages) == (row, NUM_PAGES)
+    slots = HostMemory(np.zeros(len(pages) * row, np.uint8))
+    assert cpu_backend().gather(layout, pages, slots, [0, row, 2 * row]).wait(0.0)
+    assert (slots.bytes.reshape(-1, row) == expected).all()
+
+
+def test_each_page_group_has_a_layout_of_its_own_in_the_order_of_a_row() -> None:
+    filled = fill(evenly_spaced())
+    one, other = made(filled, ("a", "b"), ("c",)).layouts()
+    assert (one.block_bytes, other.block_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"), [("auto", None), ("none", None), ("cpu", "cpu"), ("cpu:1", "cpu:1"), ("cuda:0", None)]
+)
+def test_an_engine_on_a_cpu_uses_a_pool_only_where_it_is_told_which(wanted: str, found: str | None) -> None:
+    """And never one that its pages can't be copied from."""
+    on_device = pages_on_device(made(fill(evenly_spaced())), wanted)
+    assert (None if on_device is None else on_device.device) == found
+
+
+def test_a_scheduler_asks_for_slots_in_pools_where_workers_may_have_one() -> None:
+    asked = {(wanted, kind): uses_pools(wanted, kind) for wanted in ("auto", "none", "cpu") for kind in ("cpu", "cuda")}
+    assert [key for key, uses in asked.items() if uses] == [("auto", "cuda"), ("cpu", "cpu"), ("cpu", "cuda")]

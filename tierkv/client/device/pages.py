@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,6 @@ NO_PAGE = -1
 """Where an engine keeps no page of a block (one outside of a sliding window)."""
 
 
-class PagesThroughHost(BlockWriter, BlockReader, Protocol):
-    """Moves blocks both ways. It may be given blocks of a lease for which there is no page, and leaves them out."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePages:
     """Pages on the device of `pool`, for `lease.copy_into` and `ticket.copy_from`.
@@ -30,15 +26,15 @@ class DevicePages:
     block from `first_block` on in each group, or NO_PAGE. Blocks that are none of these are left out when they come
     out of a lease; a ticket's must all be there, with a page in each group.
 
-    `host` moves blocks between the same pages and rows in host memory. It is used where a slot is in the arena, and
-    for everything while the pool is not mapped. `after`: a torch event, or what the backend's `mark` returned; copies
-    begin behind it. None: what the pages hold is there already.
+    `host` moves blocks between the same pages and rows in host memory, and leaves out those of a lease for which there
+    is no page. It is used where a slot is in the arena, and for everything while the pool is not mapped. `after`: a
+    torch event, or what the backend's `mark` returned; copies begin behind it. None: what the pages hold is there.
     """
 
     pool: DevicePool
     layouts: Sequence[PagedLayout]
     pages: Sequence[Sequence[int]]
-    host: PagesThroughHost
+    host: BlockWriter | BlockReader
     first_block: int = 0
     after: Any = field(default=None, compare=False)
 
@@ -47,9 +43,13 @@ class DevicePages:
         return self.first_block + len(self.pages[0])
 
     def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        if not isinstance(self.host, BlockWriter):
+            raise ValueError("destination: these pages are a source alone")
         self.host.write_blocks(first_block, blocks)
 
     def read_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        if not isinstance(self.host, BlockReader):
+            raise ValueError("source: these pages are a destination alone")
         self.host.read_blocks(first_block, blocks)
 
     def parts(self, numbers: np.ndarray, offsets: np.ndarray) -> list[tuple[PagedLayout, list[int], list[int]]]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
-from tierkv.client import Client, Group, Lease
+from tierkv.client import HOLDERS, Client, Group, Lease
 from tierkv.client.prompt import Extras
 from tierkv.core.identity import Identity
 from tierkv.core.reasons import Reason
@@ -100,12 +100,14 @@ class Scheduled:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
     """`ranks` are asked for together: an answer is what all of them have. `load_deadline_seconds` is the longest that a
-    request waits for its blocks to come from NVMe."""
+    request waits for its blocks to come from NVMe. `uses_pools`: workers read in the pools of GPUs that they have
+    mapped."""
 
     block_tokens: int
     ranks: int = 1
     load_deadline_seconds: float = 2.0
     patience_seconds: float = PATIENCE_SECONDS
+    uses_pools: bool = False
 
 
 class Phase(Enum):
@@ -303,7 +305,13 @@ class PrefixScheduler:
             return Answer(reason=Reason.SESSION_GONE, tokens=tokens)
         holders = tuple(Holder(rank, token) for rank, token in sorted(tokens.items()))
         opened = self._groups.open(group)
-        lease = opened.acquire(keys=keys, deadline_seconds=remaining, holders=holders, name=name)
+        lease = opened.acquire(
+            keys=keys,
+            deadline_seconds=remaining,
+            holders=holders,
+            name=name,
+            device=HOLDERS if self._settings.uses_pools else None,
+        )
         reason, cached_blocks = lease.reason, lease.cached_blocks
         if lease.blocks and {part.rank for part in lease.parts} == set(tokens):
             return Answer(

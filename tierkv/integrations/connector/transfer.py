@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierkv.client import Client, Group, Lease
+from tierkv.client import Client, DevicePool, Group, Lease
 from tierkv.client.buffers import BlockReader, BlockWriter
 from tierkv.client.prompt import Extras
 from tierkv.core.keys import NO_EXTRAS, count_keys
@@ -34,10 +34,12 @@ def open_group(client: Client, spec: GroupSpec, *, rank: int = 0, block_bytes: i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """The first `blocks` blocks of a lease are in the engine's memory, and proven; the last `nvme_blocks` of them came
-    from NVMe or from the disk tier. `reason` says why it is less than the node has."""
+    from NVMe or from the disk tier, `device_blocks` from the pool of a GPU. `reason` says why it is less than the node
+    has."""
 
     blocks: int
     nvme_blocks: int
+    device_blocks: int = 0
     reason: Reason | None
 
 
@@ -49,6 +51,7 @@ def load_blocks(lease: Lease, destination: BlockWriter) -> Loaded:
     return Loaded(
         blocks=valid,
         nvme_blocks=max(0, valid - (lease.blocks - lease.nvme_blocks - lease.disk_blocks)),
+        device_blocks=lease.count_on_device(0, valid),
         reason=lease.reason or (Reason.REVOKED if valid < lease.blocks else None),
     )
 
@@ -77,11 +80,13 @@ class Always:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """What became of blocks that were given to the node. It has all of them if `is_whole`, though others may be writing
-    some (PENDING). Else `reason` says why not; None: the engine wanted its memory back."""
+    some (PENDING). Else `reason` says why not; None: the engine wanted its memory back. `device_blocks` of those stored
+    went into the pool of a GPU."""
 
     stored_blocks: int
     is_whole: bool
     reason: Reason | None = None
+    device_blocks: int = 0
 
 
 def store_blocks(
@@ -94,11 +99,13 @@ def store_blocks(
     extras: Extras = NO_EXTRAS,
     deadline_seconds: float,
     access: Access | None = None,
+    device: DevicePool | None = None,
 ) -> Given:
     """Give the blocks from `first_block` on to the node, those that it has not. `keys` are of all blocks from token 0,
-    `tokens`, packed, of those that are given. The copies have completed when this returns."""
+    `tokens`, packed, of those that are given. `device`: into that pool, as far as there is room. The copies have
+    completed when this returns."""
     access = access or Always()
-    first, end, stored = first_block, count_keys(keys), 0
+    first, end, stored, on_device = first_block, count_keys(keys), 0, 0
     token_bytes = len(tokens) // max(1, end - first)  # of one block
     reason: Reason | None = None
     while first < end:
@@ -108,22 +115,25 @@ def store_blocks(
             tokens=tokens[(first - first_block) * token_bytes :],
             extras={block: inputs for block, inputs in extras.items() if block >= first},
             deadline_seconds=deadline_seconds,
+            device=device,
         ) as ticket:
             reason = ticket.reason
             if ticket.granted:
                 if not access.begin():
-                    return Given(stored_blocks=stored, is_whole=False)
+                    return Given(stored_blocks=stored, is_whole=False, device_blocks=on_device)
                 ticket.copy_from(source)
                 access.pause()
             first += len(ticket.states)
             if first >= end:
                 access.end()
             if ticket.granted:
+                in_pool = ticket.device_blocks
                 committed = ticket.commit()
                 stored += committed.visible + committed.staged
+                on_device += in_pool if committed.reason is None else 0
                 reason = committed.reason or reason
             if reason is None and not ticket.states:
                 reason = Reason.NO_ROOM
         if reason is not None and reason is not Reason.PENDING:
-            return Given(stored_blocks=stored, is_whole=False, reason=reason)
-    return Given(stored_blocks=stored, is_whole=True, reason=reason)
+            return Given(stored_blocks=stored, is_whole=False, reason=reason, device_blocks=on_device)
+    return Given(stored_blocks=stored, is_whole=True, reason=reason, device_blocks=on_device)

@@ -24,9 +24,10 @@ from typing import Protocol
 
 import numpy as np
 
-from tierkv.client import Client, Group
+from tierkv.client import Client, DevicePages, DevicePool, Group
 from tierkv.core.identity import Identity
 from tierkv.core.reasons import Reason
+from tierkv.device.layouts import PagedLayout
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import (
     NO_PAGE,
@@ -41,7 +42,7 @@ from tierkv.integrations.connector.plan import (
     StoreJob,
 )
 from tierkv.integrations.connector.threads import start_threads
-from tierkv.integrations.connector.transfer import load_blocks, open_group, store_blocks
+from tierkv.integrations.connector.transfer import Given, load_blocks, open_group, store_blocks
 
 STORE_PATIENCE_SECONDS = 0.05
 """So long a step waits for stores that have not begun to copy. A node that answers needs a hundredth of it."""
@@ -59,6 +60,17 @@ class PageStore(Protocol):
 
     def write_pages(self, rows: np.ndarray, pages: Pages) -> None:
         """Rows into pages; a page group's part of a block is left out where it has NO_PAGE."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesOnDevice:
+    """Where the pages of a PageStore lie on a device whose pool the node may have: `device` as `Client.map_device`
+    takes it, the layout of each page group, and what `computed` tells to wait for before they are touched: a torch
+    event, or nothing."""
+
+    device: str
+    layouts: tuple[PagedLayout, ...]
+    computed: Callable[[], object] = lambda: None
 
 
 class _Copying:
@@ -112,8 +124,10 @@ class WorkerCounts:
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     failed_blocks: int = 0
+    device_loaded_blocks: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
+    device_stored_blocks: int = 0
     store_seconds: float = 0.0
     waited_seconds: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -141,13 +155,17 @@ class PrefixWorker:
         *,
         rank: int = 0,
         check: Callable[[Identity], None] = lambda identity: None,
+        on_device: PagesOnDevice | None = None,
     ) -> None:
-        """`check` raises where an identity that the scheduler tells is not what this worker's pages hold."""
+        """`check` raises where an identity that the scheduler tells is not what this worker's pages hold. `on_device`:
+        copies go between pages and a pool where there is one."""
         self.rank = rank
         self._check = check
         self._client = client
         self._pages = pages
         self._fence = fence
+        self._on_device = on_device
+        self._pool: DevicePool | None = None  # once it was asked for
         self._groups: dict[int, _KnownGroup] = {}
         self._lock = threading.Lock()
         self._finished = Finished()
@@ -261,11 +279,12 @@ class PrefixWorker:
         """How many of the job's blocks, from its first, are in their pages now."""
         held = job.parts[self.rank]
         with group.hold(job.grant, held.token, held.part) as lease:
-            found = load_blocks(lease, _Destination(self._pages, job))
+            found = load_blocks(lease, self._moving(job))
         self._count_reason(found.reason)
         loaded = min(max(0, found.blocks - job.first_block), job.blocks)
         with self._lock:
             self._counts.loaded_bytes += loaded * group.block_bytes
+            self._counts.device_loaded_blocks += min(loaded, found.device_blocks)
         return loaded
 
     def _store(self, job: StoreJob, known: _KnownGroup | None, copying: _Copying) -> None:
@@ -290,30 +309,50 @@ class PrefixWorker:
         """None when the node has all blocks of the job."""
         given = store_blocks(
             group,
-            _Source(self._pages, job),
+            self._moving(job),
             keys=job.keys,
             first_block=job.first_block,
             tokens=job.tokens,
             extras=job.extras,
             deadline_seconds=STORE_DEADLINE_SECONDS,
             access=copying,
+            device=self._pool,
         )
-        self._count_stored(given.stored_blocks, group.block_bytes)
+        self._count_stored(given, group.block_bytes)
         if given.is_whole:
             return None
         self._count_reason(given.reason)
         return _Problem(given.reason)
 
-    def _count_stored(self, blocks: int, block_bytes: int) -> None:
+    def _moving(self, job: LoadJob | StoreJob) -> _PagesOf | DevicePages:
+        """The job's pages as a destination and a source. Which memory their blocks come from is the client's affair."""
+        through_host = _PagesOf(self._pages, job)
+        if self._on_device is None or self._pool is None:
+            return through_host
+        return DevicePages(
+            pool=self._pool,
+            layouts=self._on_device.layouts,
+            pages=job.pages,
+            host=through_host,
+            first_block=job.first_block,
+            after=self._on_device.computed(),
+        )
+
+    def _count_stored(self, given: Given, block_bytes: int) -> None:
         with self._lock:
-            self._counts.stored_blocks += blocks
-            self._counts.stored_bytes += blocks * block_bytes
+            self._counts.stored_blocks += given.stored_blocks
+            self._counts.stored_bytes += given.stored_blocks * block_bytes
+            self._counts.device_stored_blocks += given.device_blocks
 
     def _seal(self, job: SealJob, known: _KnownGroup | None) -> None:
         self._fence.run("sealing", lambda: self._open(known).seal(keys=job.keys), None)
 
     def _look(self) -> None:
-        """Open a session if there is none, and remember its token."""
+        """Open a session if there is none, map the pool if there is one, and remember the session's token: once that
+        is told, leases have slots in the pool."""
+        if self._on_device is not None:
+            device = self._on_device.device
+            self._pool = self._fence.run("mapping a pool", lambda: self._client.map_device(device), None)
         token = self._fence.run("opening a session", self._client.session_token, b"")
         with self._lock:
             self._token = token
@@ -347,26 +386,21 @@ class _Problem:
     reason: Reason | None
 
 
-class _Destination:
-    """Takes those blocks of a lease that a job is about."""
+class _PagesOf:
+    """The pages that a job is about, by the numbers of their blocks."""
 
-    def __init__(self, pages: PageStore, job: LoadJob) -> None:
+    def __init__(self, pages: PageStore, job: LoadJob | StoreJob) -> None:
         self._pages = pages
         self._job = job
 
     def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        """Those blocks of a lease that have a page here."""
         job = self._job
         begin = max(first_block, job.first_block)
         end = min(first_block + len(blocks), job.first_block + job.blocks)
         if begin < end:
             rows = blocks[begin - first_block : end - first_block]
             self._pages.write_pages(rows, _part(job.pages, begin - job.first_block, end - job.first_block))
-
-
-class _Source:
-    def __init__(self, pages: PageStore, job: StoreJob) -> None:
-        self._pages = pages
-        self._job = job
 
     def read_blocks(self, first_block: int, blocks: np.ndarray) -> None:
         begin = first_block - self._job.first_block

@@ -43,6 +43,7 @@ from tierkv.integrations.connector.scheduler import PrefixScheduler, Prompt, Sch
 from tierkv.integrations.connector.worker import PrefixWorker
 from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.bypass import Bypass
+from tierkv.integrations.vllm.device import pages_on_device, uses_pools
 from tierkv.integrations.vllm.events import StoredEvents
 from tierkv.integrations.vllm.identity import EngineIdentity, owned_layers, shard_rank
 from tierkv.integrations.vllm.options import Options
@@ -260,6 +261,7 @@ class SchedulerSide:
                 block_tokens=engine.layout.block_tokens,
                 ranks=engine.parallel.shards,
                 load_deadline_seconds=options.load_deadline_seconds,
+                uses_pools=uses_pools(options.device, vllm_config.device_config.device_type),
             ),
             self._fence,
         )
@@ -475,6 +477,7 @@ class WorkerSide:
         self._rank = shard_rank(vllm_config.parallel_config)
         self._fence = Fence()
         self._client = connect(options.endpoint, data_dir=options.data_dir, node_user=options.node_user)
+        self._wanted_device = options.device
         self._pages: EnginePages | None = None
         self._worker: PrefixWorker | None = None
         self._begun: Plan | None = None
@@ -484,7 +487,12 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, Any]) -> None:
         self._pages = EnginePages(kv_caches, self._layers, self._engine.layout.block_bytes)
         self._worker = PrefixWorker(
-            self._client, self._pages, self._fence, rank=self._rank, check=self._engine.check_same
+            self._client,
+            self._pages,
+            self._fence,
+            rank=self._rank,
+            check=self._engine.check_same,
+            on_device=pages_on_device(self._pages, self._wanted_device),
         )
 
     def begin(self, plan: Plan) -> None:

@@ -18,7 +18,9 @@ class Options(BaseModel):
     TIERKV_ENDPOINT, TIERKV_DATA_DIR). `load_deadline_seconds` is the longest that a request waits for blocks to come
     from NVMe. `salt` parts what this engine caches from engines with another one. `adapters="immutable"` is the promise
     that what lies at a LoRA adapter's path never changes. `block_tokens`, if given, must be the engine's block size.
-    `node_user`: whose node is believed, besides our own user's and root's."""
+    `node_user`: whose node is believed, besides our own user's and root's. `device`: whose pool in the node blocks are
+    copied from and to, as far as it has them: "auto" is the GPU that the engine's KV lies on, "none" no pool, "cpu" one
+    in host memory (for an engine on a CPU, to try it out)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,6 +31,7 @@ class Options(BaseModel):
     adapters: AdapterPolicy = AdapterPolicy.PROVEN
     block_tokens: int | None = Field(default=None, ge=1)
     node_user: str | int | None = None
+    device: str = Field(default="auto", pattern=r"^(auto|none|cpu(:\d+)?|cuda:\d+)$")
 
     @classmethod
     def read(cls, transfer_config: Any) -> Options:

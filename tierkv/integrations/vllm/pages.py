@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierkv.device.layouts import PagedArray, PagedLayout
 from tierkv.errors import LayoutMismatch, UnsupportedModel
 from tierkv.integrations.connector.plan import NO_PAGE, Pages
 
@@ -37,10 +38,21 @@ class EnginePages:
         if len(devices) != 1:
             raise UnsupportedModel(f"KV memory on several devices: {', '.join(sorted(map(str, devices)))}")
         device = devices.pop()
+        self.device = device
+        self._groups = groups
         self._ends = np.cumsum(found).tolist()
         self._movers: list[_HostPages | _DevicePages] = [
             _HostPages(group) if device.type == "cpu" else _DevicePages(group, device) for group in groups
         ]
+
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        """Where the parts of a block stand in each page group, in the order of a row."""
+        return tuple(PagedLayout.of([PagedArray.of(layer.flat) for layer in group]) for group in self._groups)
+
+    def computed_event(self) -> Any:
+        """What stands for the last `computed`, on a device; None where nothing has to be waited for."""
+        mover = self._movers[0]
+        return mover.event if isinstance(mover, _DevicePages) else None
 
     def computed(self) -> None:
         """Called by the engine's thread: what was computed up to here is what `read_pages` reads, and `write_pages`
@@ -148,6 +160,10 @@ class _DevicePages:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._computed = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty((STAGED_BLOCKS, self._bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    @property
+    def event(self) -> Any:
+        return self._computed
 
     def mark(self) -> None:
         if self._computed is not None:

@@ -34,9 +34,11 @@ COUNTERS = {
     "loaded_blocks": "Blocks loaded.",
     "loaded_bytes": "Bytes loaded.",
     "load_seconds": "Time spent with loading, beside the engine's computing unless it was idle.",
+    "device_loaded_blocks": "Blocks of them that lay in the pool of the engine's GPU.",
     "failed_blocks": "Blocks that could not be loaded.",
     "stored_blocks": "Blocks stored that the node did not have.",
     "stored_bytes": "Bytes stored.",
+    "device_stored_blocks": "Blocks of them that went into the pool of the engine's GPU.",
     "store_seconds": "Time spent with storing, beside the engine's computing.",
     "waited_seconds": "Time that steps of the engine waited for the end of copies.",
 }
