@@ -1,6 +1,6 @@
 """A stamped engine in a process of its own, told what to do line by line; it can be killed at any point.
 
-    python -m e2e.engine_process ENDPOINT [SALT]        JSON objects in on stdin, one JSON object out for each on stdout
+    python -m e2e.engine_process ENDPOINT [SALT [DEVICE]]       JSON objects in, one out for each, on stdin and stdout
 
 `do` names one of the functions below, the other fields are its arguments. What it holds stays held until it is told
 otherwise, or until it is dead.
@@ -38,14 +38,20 @@ def match(prompt: int, blocks: int) -> dict[str, Any]:
 
 def load(prompt: int, blocks: int, deadline_seconds: float = 5.0) -> dict[str, Any]:
     loaded = engine.load(prompt, blocks, deadline_seconds=deadline_seconds)
-    return {"blocks": loaded.blocks, "valid": loaded.valid, "right": loaded.right, "reason": loaded.reason}
+    return {
+        "blocks": loaded.blocks,
+        "valid": loaded.valid,
+        "right": loaded.right,
+        "reason": loaded.reason,
+        "device_blocks": loaded.device_blocks,
+    }
 
 
 def hold_lease(name: str, prompt: int, blocks: int, revocable: bool = False) -> dict[str, Any]:
     keys = engine.keys(prompt, blocks)
-    lease = engine.group.acquire(keys=keys, revocable=revocable)
+    lease = engine.group.acquire(keys=keys, revocable=revocable, device=engine.pool)
     leases[name] = (lease, keys)
-    return {"blocks": lease.blocks, "reason": lease.reason or ""}
+    return {"blocks": lease.blocks, "reason": lease.reason or "", "device_blocks": lease.device_blocks}
 
 
 def read_lease(name: str) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def release(name: str) -> dict[str, Any]:
 
 def hold_ticket(name: str, prompt: int, blocks: int) -> dict[str, Any]:
     keys = engine.keys(prompt, blocks)
-    ticket = engine.group.reserve(tokens_of(prompt, blocks))
+    ticket = engine.group.reserve(tokens_of(prompt, blocks), device=engine.pool)
     tickets[name] = (ticket, keys)
     return {"granted": len(ticket.granted), "reason": ticket.reason or ""}
 
@@ -142,7 +148,8 @@ VERBS = {
 
 def main(arguments: list[str]) -> None:
     global engine  # noqa: PLW0603 - one engine is what this process is
-    engine = StampedEngine(arguments[0], salt=arguments[1] if len(arguments) > 1 else "")
+    endpoint, salt, device = [*arguments, "", ""][:3]
+    engine = StampedEngine(endpoint, salt=salt, device=device)
     print(json.dumps({"started": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -56,9 +56,9 @@ def files_below(folder: Path, suffix: str = "") -> list[Path]:
 class EngineProcess:
     """A stamped engine (e2e.engine_process; one rank of it: e2e.rank_process) that can be asked, paused and killed."""
 
-    def __init__(self, endpoint: Path, *, salt: str = "", rank: int | None = None) -> None:
+    def __init__(self, endpoint: Path, *, salt: str = "", rank: int | None = None, device: str = "") -> None:
         module = "e2e.engine_process" if rank is None else "e2e.rank_process"
-        more = [salt] if salt else [] if rank is None else [str(rank)]
+        more = [salt, device] if rank is None else [str(rank)]
         arguments = [sys.executable, "-m", module, str(endpoint), *more]
         self._process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()

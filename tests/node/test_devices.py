@@ -15,7 +15,19 @@ from tierkv.metrics.health import answer
 from tierkv.metrics.table import METRICS
 from tierkv.node.draining import STOP_SECONDS, Draining
 from tierkv.node.mover import SILENT_SECONDS
-from tierkv.wire.messages import Acquire, Commit, DeviceStatus, Match, Purge, Reserve, Status, Usage
+from tierkv.wire.messages import (
+    Acquire,
+    Commit,
+    DeviceStatus,
+    ErrorCode,
+    Evict,
+    EvictedTier,
+    Match,
+    Purge,
+    Reserve,
+    Status,
+    Usage,
+)
 
 POOL_BYTES = 2 * SLAB_BYTES
 READY = PoolReady(1, POOL_BYTES)
@@ -286,7 +298,6 @@ def test_usage_and_metrics_have_the_tier(mapped: Kit) -> None:
     assert values["gpu_used_bytes"][("gpu0",)] == 2 * BLOCK_BYTES
     assert values["gpu_pinned"][("gpu0",)] == 1
     assert values["process_up"][("gpu0",)] == 1
-    assert values["tier_used_bytes"][("gpu",)] if "tier_used_bytes" in values else True
     assert answer(mapped.survey.snapshot(mapped.now), 0.0).tiers["gpu"].state == "ok"
 
 
@@ -299,6 +310,12 @@ def test_the_journal_tells_what_is_on_devices_apart_from_host_memory(mapped: Kit
     gpu = sum(row.num_bytes for row in rows if getattr(row, "target", "") == Account.GPU)
     host = sum(row.num_bytes for row in rows if getattr(row, "target", "") == Account.HOST)
     assert (gpu, host) == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+
+
+def test_a_node_without_devices_evicts_nothing_from_them() -> None:
+    refused = Kit().ask(Evict, tier=EvictedTier.GPU, to_bytes=0)
+    assert (refused.code, refused.field) == (ErrorCode.INVALID, "tier")
+    assert "gpu_devices" in refused.problem
 
 
 def test_a_node_without_devices_says_nothing_of_them() -> None:

@@ -102,11 +102,11 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
     ),
     "gpu_devices": (
         {"gpu_devices": front, "device": device_worker},
-        "tests/node/test_device_watch.py::test_the_worker_of_a_device_is_told_which_and_how_much_of_it",
+        "e2e/test_gpu_tier.py::test_two_devices_are_apart_and_each_engine_uses_its_own",
     ),
     "gpu_bytes": (
-        {"gpu_bytes": front, "num_bytes": device_worker},
-        "tests/node/test_device_watch.py::test_the_worker_of_a_device_is_told_which_and_how_much_of_it",
+        {"gpu_bytes": front, "device_bytes": limits, "num_bytes": device_worker},
+        "e2e/test_gpu_tier.py::test_a_pool_keeps_to_gpu_bytes_whatever_is_stored_there",
     ),
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),

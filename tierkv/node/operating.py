@@ -103,6 +103,9 @@ class Operating:
         if tier == "disk" and not self._disk_dir:
             problem = "this node has no disk tier (disk_dir)"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tier")
+        if tier == "gpu" and not self._core.devices:
+            problem = "this node has no pool on a GPU (gpu_devices)"
+            return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tier")
         if tier == "nvme" and not self._has_nvme:
             problem = "this node keeps everything in host memory: it has no NVMe tier"
             return Error(id=request.id, code=ErrorCode.INVALID, problem=problem, field="tier")

@@ -5,12 +5,15 @@ before each load, so that what was never copied shows as well.
 
     with StampedEngine(endpoint, salt="tenant a") as engine:
         engine.store_flushed(prompt=1, num_blocks=8)
+    with StampedEngine(endpoint, device="cpu") as engine:   # in the node's pool there, as far as it has one
+        engine.store(prompt=1, num_blocks=8)
         loaded = engine.load(1, 8)                  # loaded.is_wrong, and loaded.wrong says whose bytes are there
 """
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +43,7 @@ class Loaded:
     reason: str
     wrong: str = ""
     disk_blocks: int = 0
+    device_blocks: int = 0
 
     @property
     def is_wrong(self) -> bool:
@@ -75,7 +79,7 @@ def stamps(keys: bytes, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
 
 
 class StampedEngine:
-    """Owns its client. Engines that share an `oracle` can name each other's bytes."""
+    """Owns its client. Engines that share an `oracle` can name each other's bytes. `device`: whose pool it uses."""
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class StampedEngine:
         persistent: bool = True,
         timeout_seconds: float = 5.0,
         oracle: Oracle | None = None,
+        device: str = "",
     ) -> None:
         self.name = f"salt {salt!r}"
         self.block_bytes = block_bytes
@@ -94,6 +99,7 @@ class StampedEngine:
         self.group: Group = self.client.open(
             identity(salt, block_bytes=block_bytes), model_name="stamped", persistent=persistent
         )
+        self.pool = self.client.map_device(device) if device else None
 
     def keys(self, prompt: int, num_blocks: int) -> bytes:
         keys = bytes(self.group.keys(tokens_of(prompt, num_blocks)))
@@ -101,13 +107,16 @@ class StampedEngine:
         return keys
 
     def store(self, prompt: int, num_blocks: int, *, deadline_seconds: float = 5.0) -> int:
-        """How many blocks of it are visible afterwards."""
+        """How many blocks of it are visible afterwards; of those on a device when the node has copied them."""
         tokens = tokens_of(prompt, num_blocks)
         keys = self.keys(prompt, num_blocks)
-        with self.group.reserve(tokens, deadline_seconds=deadline_seconds) as ticket:
+        with self.group.reserve(tokens, deadline_seconds=deadline_seconds, device=self.pool) as ticket:
             ticket.copy_from(stamps(keys, self.block_bytes))
-            ticket.commit()
-        return self.match(prompt, num_blocks)
+            committed = ticket.commit()
+        deadline = time.monotonic() + deadline_seconds if self.pool is not None and committed.staged else 0.0
+        while (visible := self.match(prompt, num_blocks)) < num_blocks and time.monotonic() < deadline:
+            time.sleep(0.005)  # between two looks at a condition that has a deadline
+        return visible
 
     def seal(self, prompt: int, num_blocks: int, *, flushed: bool = True, deadline_seconds: float = 20.0) -> Sealed:
         wait = "flushed" if flushed else "sealed"
@@ -124,12 +133,21 @@ class StampedEngine:
 
     def load(self, prompt: int, num_blocks: int, *, deadline_seconds: float = 5.0) -> Loaded:
         keys = self.keys(prompt, num_blocks)
-        with self.group.acquire(keys=keys, deadline_seconds=deadline_seconds) as lease:
+        with self.group.acquire(keys=keys, deadline_seconds=deadline_seconds, device=self.pool) as lease:
             destination = poisoned(lease.blocks, self.block_bytes)
             valid = lease.copy_into(destination)
             right = count_right(destination, keys, valid)
             wrong = "" if right == valid else self.explain(destination[right], keys, right)
-            return Loaded(lease.blocks, valid, right, lease.nvme_blocks, lease.reason or "", wrong, lease.disk_blocks)
+            return Loaded(
+                lease.blocks,
+                valid,
+                right,
+                lease.nvme_blocks,
+                lease.reason or "",
+                wrong,
+                lease.disk_blocks,
+                lease.device_blocks,
+            )
 
     def explain(self, row: np.ndarray, keys: bytes, block: int) -> str:
         """Where the block of that number among `keys` is wrong, and whose bytes are there."""
