@@ -16,7 +16,7 @@ from typing import Any, Self
 from tierkv.client import connect_operator
 from tierkv.errors import NodeUnreachable
 
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 STEP_SECONDS = 600.0
 POLL_SECONDS = 0.05
 
