@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from tierkv.client.state import ClientState
 from tierkv.gateway.process import Gateway
 from tierkv.gateway.tenant_session import TenantSession
 from tierkv.gateway.users import User
@@ -69,6 +70,10 @@ class GatewayThread:
     @property
     def sessions(self) -> list[TenantSession]:
         return list(self._gateway._service._sessions.values())
+
+    @property
+    def upstream(self) -> ClientState:
+        return self._gateway._upstream.state
 
     @property
     def connections(self) -> int:

@@ -298,7 +298,7 @@ def wait_until(condition: Any) -> None:
 @pytest.fixture
 def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(user_socket, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(user_socket, "HANDSHAKE_MILLISECONDS", 100)
+    monkeypatch.setattr(user_socket, "HANDSHAKE_MILLISECONDS", 500)
     return 3
 
 
@@ -312,7 +312,7 @@ def test_connections_of_a_user_are_capped_and_come_back_when_they_close(
         assert isinstance(peer.ask_frame(hello), HelloReply)
         dealers = [_dealer(context, peer) for _ in range(few_connections - 1)]
         assert all(_is_served(dealer, hello) for dealer in dealers)
-        assert gateway.look(lambda: gateway.connections) == few_connections
+        wait_until(lambda: gateway.look(lambda: gateway.connections) == few_connections)
         one_too_many = _dealer(context, peer)
         one_too_many.send(hello)
         assert not one_too_many.poll(150)

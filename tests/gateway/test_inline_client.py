@@ -300,13 +300,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_commit_whose_reply_is_lost_is_done_all_the_same(
     node: FakeNode, inline_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierkv.gateway.upstream.TIMEOUT_SECONDS", 0.3)
-    with GatewayThread(node.directory, inline_dir), connect(inline_dir, timeout_seconds=20) as client:
+    with GatewayThread(node.directory, inline_dir) as gateway, connect(inline_dir, timeout_seconds=20) as client:
         group = client.open(make_identity())
         node.script[Commit].append(drop)
         with group.reserve(TOKENS) as ticket:
             ticket.copy_from(stamped(group, 4))
-            assert ticket.commit().reason is Reason.DEADLINE
+            with monkeypatch.context() as patch:
+                patch.setattr(gateway.upstream, "timeout_seconds", 0.3)
+                assert ticket.commit().reason is Reason.DEADLINE
         wait_until(lambda: group.match(TOKENS).blocks == 4)
 
 
