@@ -1,6 +1,6 @@
 """An engine as a process on asyncio: several requests at a time over one client, some of which are cancelled.
 
-    python -m tierkv.torture.asyncio_engine ENDPOINT NUMBER        as saying.py says; it understands `run` only
+    python -m tierkv.torture.asyncio_engine ENDPOINT NUMBER DEVICE      as saying.py says; it understands `run` only
 
 A task that is cancelled in the middle of a verb or of a copy must leave nothing held and nothing wrong.
 """
@@ -14,6 +14,7 @@ import traceback
 from typing import Any
 
 from tierkv.client import aio
+from tierkv.client.device.pool import DevicePool
 from tierkv.core.keys import KEY_BYTES
 from tierkv.torture.engine import Stamped, Unfinished
 from tierkv.torture.prompts import COMMON_PROMPTS, KINDS, MAX_BLOCKS, find_wrong, keys_of, tokens_of
@@ -29,8 +30,9 @@ ONE_RANK = [kind.name for kind in KINDS.values() if kind.ranks == 1]
 
 
 class AsyncEngine:
-    def __init__(self, groups: dict[str, aio.Group], number: int) -> None:
+    def __init__(self, groups: dict[str, aio.Group], number: int, pool: DevicePool | None) -> None:
         self._groups = groups
+        self._pool = pool
         self._number = number
         self._random = random.Random(number)
         self._may_run = asyncio.Event()
@@ -73,7 +75,8 @@ class AsyncEngine:
 
     async def _load(self, kind: str, prompt: int, blocks: int) -> int:
         keys = keys_of(kind, prompt)[: blocks * KEY_BYTES]
-        async with self._groups[kind].acquire(keys=keys, revocable=self._random.random() < 0.2) as lease:
+        revocable = self._random.random() < 0.2
+        async with self._groups[kind].acquire(keys=keys, revocable=revocable, device=self._pool) as lease:
             destination = poisoned(lease.blocks, KINDS[kind].block_bytes)
             valid = await lease.copy_into(destination)
         did("load")
@@ -83,7 +86,8 @@ class AsyncEngine:
         return valid
 
     async def _store(self, kind: str, prompt: int, blocks: int, first: int) -> None:
-        async with self._groups[kind].reserve(tokens_of(prompt, blocks), first_block=first) as ticket:
+        tokens = tokens_of(prompt, blocks)
+        async with self._groups[kind].reserve(tokens, first_block=first, device=self._pool) as ticket:
             if self._random.random() < 0.2:
                 await ticket.copy_from(Unfinished())
                 did("abort")
@@ -100,13 +104,14 @@ class AsyncEngine:
             say({"event": "flushed", "kind": kind, "prompt": prompt, "blocks": sealed.flushed_blocks})
 
 
-async def live(endpoint: str, number: int) -> None:
+async def live(endpoint: str, number: int, device: str) -> None:
     async with await aio.connect(endpoint, timeout_seconds=1.0) as client:
         groups = {
             name: await client.open(KINDS[name].identity, model_name=name, persistent=KINDS[name].is_persistent)
             for name in ONE_RANK
         }
-        engine = AsyncEngine(groups, number)
+        pool = await client.map_device(device) if device else None
+        engine = AsyncEngine(groups, number, pool)
         requests = asyncio.Queue[dict[str, Any]]()
         loop = asyncio.get_running_loop()
         listen(lambda request: loop.call_soon_threadsafe(requests.put_nowait, request))
@@ -121,7 +126,7 @@ async def live(endpoint: str, number: int) -> None:
 
 def main(arguments: list[str]) -> None:
     try:
-        asyncio.run(live(arguments[0], int(arguments[1])))
+        asyncio.run(live(arguments[0], int(arguments[1]), arguments[2]))
     except BaseException:  # a client never raises because of its node: the director is to see what was raised
         say({"event": "fault", "what": traceback.format_exc()})
         raise

@@ -1,6 +1,6 @@
 """An engine as a process: it stores, loads, seals and gives up without end, and can be killed at any point.
 
-    python -m tierkv.torture.blocking_engine ENDPOINT NUMBER        as saying.py says
+    python -m tierkv.torture.blocking_engine ENDPOINT NUMBER DEVICE     as saying.py says
 
 What it was told is flushed it says at once, so that its director knows it however this process ends. A verb of the
 director's holds it at a point where an engine can be caught: between reserve and commit, with a commit on its way,
@@ -139,7 +139,7 @@ class Process:
 
     def hold_ticket(self, name: str, kind: str, prompt: int, blocks: int) -> int:
         """Slots granted, of rank 0, filled with what a copy that has just begun leaves there."""
-        ticket = self._engine.groups[kind][0].reserve(tokens_of(prompt, blocks))
+        ticket = self._engine.groups[kind][0].reserve(tokens_of(prompt, blocks), device=self._engine.pool)
         ticket.copy_from(Unfinished())
         self._tickets[name] = ticket, kind, prompt
         return len(ticket.granted)
@@ -166,7 +166,7 @@ class Process:
 
     def hold_lease(self, name: str, kind: str, prompt: int, blocks: int) -> int:
         keys = keys_of(kind, prompt)[: blocks * KEY_BYTES]
-        lease = self._engine.groups[kind][0].acquire(keys=keys, deadline_seconds=5.0)
+        lease = self._engine.groups[kind][0].acquire(keys=keys, deadline_seconds=5.0, device=self._engine.pool)
         self._leases[name] = lease, kind, prompt
         return lease.blocks
 
@@ -184,7 +184,7 @@ class Process:
 
 def main(arguments: list[str]) -> None:
     try:
-        with Engine(arguments[0], int(arguments[1])) as engine:
+        with Engine(arguments[0], int(arguments[1]), device=arguments[2]) as engine:
             Process(engine).live()
     except BaseException:  # a client never raises because of its node: the director is to see what was raised
         say({"event": "fault", "what": traceback.format_exc()})

@@ -29,9 +29,17 @@ class Loaded:
 
 
 class Engine:
-    """Owns its client. `number` tells which prompts are its own, and how many engines there may have been."""
+    """Owns its client. `number` tells which prompts are its own, and how many engines there may have been. `device` is
+    the one whose pool it uses, where there is one."""
 
-    def __init__(self, endpoint: str | os.PathLike[str], number: int = 0, *, timeout_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        endpoint: str | os.PathLike[str],
+        number: int = 0,
+        *,
+        timeout_seconds: float = 1.0,
+        device: str = "",
+    ) -> None:
         self.endpoint = Path(endpoint)
         self.number = number
         self.client: Client = connect(endpoint, timeout_seconds=timeout_seconds)
@@ -42,6 +50,7 @@ class Engine:
             ]
             for kind in KINDS.values()
         }
+        self.pool = self.client.map_device(device) if device else None
 
     def match(self, kind: str, prompt: int, blocks: int) -> int:
         return self.groups[kind][0].match(keys=_keys(kind, prompt, blocks)).blocks
@@ -57,6 +66,7 @@ class Engine:
             deadline_seconds=deadline_seconds,
             holders=holders if token else (),
             revocable=revocable,
+            device=self.pool,
         ) as lease:
             loaded = self._check(lease, kind, prompt, 0)
             parts = {part.rank: part for part in lease.parts}
@@ -82,7 +92,7 @@ class Engine:
         """Blocks that are visible afterwards, of this store. Not committed: aborted, half-written."""
         visible = 0
         for rank, group in enumerate(self.groups[kind]):
-            with group.reserve(tokens_of(prompt, blocks), first_block=first) as ticket:
+            with group.reserve(tokens_of(prompt, blocks), first_block=first, device=self.pool) as ticket:
                 ticket.copy_from(Stamped(kind, prompt, rank) if commit else Unfinished())
                 if commit:
                     visible = ticket.commit(wait=wait).visible

@@ -24,10 +24,10 @@ BLOCKING, ASYNCIO = "tierkv.torture.blocking_engine", "tierkv.torture.asyncio_en
 class EngineProcess:
     """A process of one of the modules above. `take_events` gives what it has said by itself since the last time."""
 
-    def __init__(self, module: str, endpoint: Path, number: int) -> None:
+    def __init__(self, module: str, endpoint: Path, number: int, device: str = "") -> None:
         self.number = number
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(endpoint), str(number)],
+            [sys.executable, "-P", "-m", module, str(endpoint), str(number), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what it died of it says on stdout

@@ -77,7 +77,9 @@ def main() -> int:
     CacheState.commit = held_commit(CacheState.commit)  # type: ignore[method-assign]
     CacheState.report = held_report(CacheState.report)  # type: ignore[method-assign]
     audit = Audit()
-    for name in ("acquire", "release", "reserve", "commit", "abort", "seal", "report", "end_session", "tick"):
+    of_engines = ("acquire", "release", "reserve", "commit", "abort", "seal", "end_session")
+    of_devices = ("device_worker_started", "device_worker_died", "device_report")
+    for name in (*of_engines, *of_devices, "report", "tick"):
         setattr(CacheState, name, audit.after(getattr(CacheState, name)))
     return front.main(sys.argv[1:])
 

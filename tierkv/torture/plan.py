@@ -50,7 +50,8 @@ one processes live long enough for leaks to show."""
 @dataclass(frozen=True)
 class Conditions:
     """`error_part`: of the operations on extents so many fail. `evicts`: what was flushed may be gone, but never
-    wrong. `disk_bytes`: of a disk tier, where there is to be one."""
+    wrong. `disk_bytes`: of a disk tier, where there is to be one. `gpu_bytes`: of a pool on a device that lies in host
+    memory, which the engines use."""
 
     name: str
     scenarios: tuple[Scenario, ...]
@@ -58,6 +59,7 @@ class Conditions:
     error_part: float = 0.0
     evicts: bool = False
     disk_bytes: str = ""
+    gpu_bytes: str = ""
 
 
 PAUSES = (
@@ -128,6 +130,29 @@ LAYERED = Conditions(
 )
 """What leaves NVMe goes to disk, where there is room for all; what finds no way there in time is dropped."""
 
+ON_DEVICE = Conditions(
+    "on device",
+    (
+        *scenarios(anytime, anytime="gpu0 gpu0 gpu0 front storage supervisor engine"),
+        *scenarios(
+            while_storing,
+            before_device_copy="gpu0 front supervisor engine",
+            device_copy_made="gpu0 front engine",
+            committed="gpu0 front",
+        ),
+        *scenarios(while_promoting, read_half="gpu0"),
+        *scenarios(one_after_the_other, gpu0="front", front="gpu0"),
+        *scenarios(beside_one_that_stands_still, gpu0="front", front="gpu0"),
+        *scenarios(ticket_not_committed, reserved="engine"),
+        *scenarios(inside_a_lease, leased="engine"),
+        *scenarios(purged, purged="nobody gpu0 front"),
+        *scenarios(stopped_and_started, stopped="nobody"),
+    ),
+    gpu_bytes="4MiB",
+)
+"""Engines store into the pool of a device, which holds half of what memory does, and load from it. Copies to and from
+it overtake each other."""
+
 FAILING = Conditions(
     "failing",
     (
@@ -171,7 +196,7 @@ STEADY = Conditions(
 )
 """No process of the node is killed, so that what grows shows."""
 
-ALL_CONDITIONS = (ROOMY, CRAMPED, LAYERED, FAILING, WORST, DAMAGED, STEADY)
+ALL_CONDITIONS = (ROOMY, CRAMPED, LAYERED, ON_DEVICE, FAILING, WORST, DAMAGED, STEADY)
 
 
 @dataclass(frozen=True)

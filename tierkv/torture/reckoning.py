@@ -95,7 +95,8 @@ class Reckoning:
             self._round.leak("slots", "; ".join(differences()))
 
     def _descriptors(self) -> dict[str, int]:
-        return {name: self._node.descriptors(name) for name in ("supervisor", "front", "storage")}
+        names = ("supervisor", "front", "storage", *(["gpu0"] if self._round.device else []))
+        return {name: self._node.descriptors(name) for name in names}
 
     def _stop(self) -> None:
         try:

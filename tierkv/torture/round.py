@@ -52,6 +52,8 @@ SETTINGS = {
     "stuck_seconds": PATIENCE_SECONDS,
     "drain_seconds": PATIENCE_SECONDS,
 }
+DEVICE = "cpu"
+DEVICE_COPIES = "device_copies=tierkv.torture.device:copies"
 DISK_SETTINGS = {
     "disk_reserve_bytes": "16MiB",
     "disk_rescan_seconds": "2",
@@ -90,9 +92,12 @@ class Round:
         options: dict[str, Any] = {**SETTINGS, "nvme_bytes": conditions.nvme_bytes, **planned.settings}
         if conditions.disk_bytes:
             options |= {"disk_dir": str(folder / "disk"), "disk_bytes": conditions.disk_bytes, **DISK_SETTINGS}
+        self.device = DEVICE if conditions.gpu_bytes else ""
+        if self.device:
+            options |= {"gpu_devices": self.device, "gpu_bytes": conditions.gpu_bytes}
         self.node = Node(
             folder,
-            replaced=(f"files={FILES}", *REPLACED, f"parent={os.getpid()}"),
+            replaced=(f"files={FILES}", *REPLACED, DEVICE_COPIES, f"parent={os.getpid()}"),
             **options,
         )
         self._engines: list[EngineProcess] = []
@@ -213,7 +218,7 @@ class Round:
     @contextmanager
     def visitor(self) -> Iterator[Engine]:
         """An engine in this process, for a look."""
-        with Engine(self.node.endpoint, self._next_engine, timeout_seconds=5.0) as engine:
+        with Engine(self.node.endpoint, self._next_engine, timeout_seconds=5.0, device=self.device) as engine:
             yield engine
 
     @contextmanager
@@ -341,7 +346,7 @@ class Round:
 
     def _add_engine(self, *, runs: bool) -> EngineProcess:
         module = ASYNCIO if runs and self._next_engine % 2 else BLOCKING
-        engine = EngineProcess(module, self.node.endpoint, self._next_engine)
+        engine = EngineProcess(module, self.node.endpoint, self._next_engine, self.device)
         self._next_engine += 1
         self._engines.append(engine)
         engine.ask("run", on=runs)
