@@ -268,17 +268,19 @@ def open_cuda_backend(index: int) -> Backend:
 
 
 def choose_mover(index: int, on_device: OnDevice) -> Mover:
-    """By cupy's kernel, or by torch where there is no cupy. Raises DeviceError where there is neither."""
+    """By cupy's kernel, or by torch where there is no cupy that works. Raises DeviceError where there is neither."""
     try:
         from tierkv.device import cupy_mover  # noqa: PLC0415 - only where a GPU is used
-    except ImportError as no_cupy:
+
+        cupy_mover.prepare(index)
+    except (ImportError, DeviceError) as no_cupy:
         try:
             from tierkv.device import torch_mover  # noqa: PLC0415 - as above
         except ImportError as no_torch:
             raise DeviceError(
                 "failed", f"pages are moved by cupy or torch, and neither is here ({no_cupy}; {no_torch})"
             ) from no_torch
-        log.info("pages are moved by torch: cupy is not here (%s)", str(no_cupy))
+        log.warning("pages are moved by torch, which is slower: %s", str(no_cupy))
 
         def by_torch(
             stream: int,

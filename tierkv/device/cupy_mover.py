@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import cupy
 import numpy as np
 
@@ -9,6 +13,12 @@ from tierkv.device.kernel_source import CHUNK_BYTES, NAME, OPTIONS, SOURCE, THRE
 from tierkv.errors import DeviceError
 
 _kernel = cupy.RawKernel(SOURCE, NAME, options=OPTIONS)
+
+
+def prepare(index: int) -> None:
+    """Compile for that GPU. Raises DeviceError where that can't be had: no NVRTC, or one that doesn't know the GPU."""
+    with _named_errors(), cupy.cuda.Device(index):
+        _kernel.compile()
 
 
 def launch(index: int, stream: int, table: Table, address: int, *, to_slots: bool) -> None:
@@ -22,8 +32,30 @@ def launch(index: int, stream: int, table: Table, address: int, *, to_slots: boo
         np.uint32(CHUNK_BYTES),
         np.int32(to_slots),
     )
+    with _named_errors(), cupy.cuda.Device(index), _stream(stream, index):
+        _kernel((table.num_thread_blocks,), (THREADS,), arguments)
+
+
+class _Stream:
+    """A stream of ours, as cupy takes it from version 14 on."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _stream(handle: int, index: int) -> Any:
+    """A context in which cupy's work goes to that stream."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Stream(handle))
+    return cupy.cuda.ExternalStream(handle, index)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
     try:
-        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
-            _kernel((table.num_thread_blocks,), (THREADS,), arguments)
-    except (RuntimeError, cupy.cuda.compiler.CompileException) as error:  # the base of all that cupy's drivers raise
-        raise DeviceError("failed", f"the kernel does not run: {error}") from error
+        yield
+    except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as error:  # the bases of all that cupy raises
+        raise DeviceError("failed", f"cupy: {error}") from error
