@@ -21,6 +21,7 @@ from tierkv.device.probe import find_gpu
 from tierkv.errors import DeviceError
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = ("tests/device/test_on_gpu.py", "e2e/test_on_gpu.py")
 TESTS_SECONDS = 300
 NO_GPU = 2
 
@@ -57,16 +58,7 @@ def run_tests(gpu: int) -> Outcome:
     find_gpu(Driver(), gpu)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "--timeout=120",
-            f"--junit-xml={report}",
-            "tests/device",
-        ]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "--timeout=120", f"--junit-xml={report}", *TESTS]
         environment = os.environ | {"TIERKV_TEST_GPU": str(gpu)}
         try:
             subprocess.run(command, cwd=ROOT, env=environment, timeout=TESTS_SECONDS, check=False)
