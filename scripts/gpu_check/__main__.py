@@ -21,7 +21,11 @@ from tierkv.device.probe import find_gpu
 from tierkv.errors import DeviceError
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/device/test_on_gpu.py", "e2e/test_on_gpu.py")
+TESTS = (
+    "tests/device/test_on_gpu.py",
+    "tests/integrations/vllm/test_pages.py",  # skipped by an interpreter without vLLM
+    "e2e/test_on_gpu.py",
+)
 TESTS_SECONDS = 300
 NO_GPU = 2
 
