@@ -109,13 +109,13 @@ def look(
 
 
 def _rooms(reply: SizeReply) -> list[int]:
-    """Of each tier with those above it, as bytes of host memory. NVMe has what memory has, and the disk what NVMe has
-    let go of."""
+    """Of each tier with those above it, as bytes of host memory. Host memory has what GPUs have, as a rule; NVMe what
+    memory has, and the disk what NVMe has let go of."""
     rooms: list[int] = []
     files = 0
     for tier in reply.tiers:
-        if tier.tier == "host":
-            rooms.append(tier.capacity_bytes)
+        if tier.tier in ("gpu", "host"):
+            rooms.append(max([tier.capacity_bytes, *rooms]))
         else:
             files += tier.capacity_bytes
             rooms.append(max(rooms[-1], int(files / reply.file_factor)))
@@ -270,7 +270,7 @@ def _did_table(made: Live) -> RenderableType:
 
     shown = table("found in", "room", "node", "estimate", numbers=("room", "node", "estimate"))
     for number, tier in enumerate(made.tiers):
-        name = "host memory" if tier.tier == "host" else f"with {tier.tier}"
+        name = {"gpu": "GPUs", "host": "host memory"}.get(tier.tier, f"with {tier.tier}")
         room = human_size(tier.capacity_bytes)
         shown.add_row(name, room, percent(tier.hit_rate, 1), percent(tier.estimate, 1))
         if number == len(made.tiers) - 1:
@@ -286,7 +286,7 @@ def _comparison(made: Live) -> str:
     difference = tier.hit_rate - tier.estimate
     if abs(difference) <= AGREE:
         return "Both agree: what the estimate says of other capacities holds for this node."
-    where = "In host memory" if tier.tier == "host" else f"With {tier.tier}"
+    where = {"gpu": "On GPUs", "host": "In host memory"}.get(tier.tier, f"With {tier.tier}")
     found = f"{where} the node finds {100 * abs(difference):.1f} points"
     if difference < 0:
         return (
@@ -352,7 +352,7 @@ def _notes(made: Live) -> Iterator[str]:
         yield f"! The estimate is rough: it is from {reply.sampled_uses:,} uses of sampled blocks."
     if reply.until - reply.since < SHORT_SECONDS:
         yield f"! Figures of a day are scaled up from {duration(reply.until - reply.since)}."
-    if not reply.load_bytes_per_second and any(tier.tier != "host" for tier in reply.tiers):
+    if not reply.load_bytes_per_second and any(tier.tier not in ("gpu", "host") for tier in reply.tiers):
         yield f"! Nothing was read from NVMe yet: loading is reckoned with {human_size(int(made.load_rate))} a second."
 
 

@@ -160,6 +160,16 @@ def test_what_is_in_the_disk_tier_has_a_column_where_there_is_one(tierkv, node):
     assert "11.0 GiB" not in tierkv("du").out
 
 
+def test_what_is_on_gpus_has_a_column_where_there_are_some(tierkv, node):
+    node.rows = (usage_row(gpu_bytes=7 * GIB), usage_row(group=b"\2" * 32, fingerprint="ef" * 32, gpu_bytes=4 * GIB))
+    node.tiers = (tier("gpu", capacity_bytes=16 * GIB, used_bytes=11 * GIB), tier("host"), tier("nvme"))
+    total_line = next(line for line in tierkv("du").out.splitlines() if line.startswith("total"))
+    assert "11.0 GiB" in total_line
+    assert tierkv("du", "--json").json["total"]["gpu_bytes"] == 11 * GIB
+    node.tiers = node.tiers[1:]
+    assert "11.0 GiB" not in tierkv("du").out
+
+
 # ---- without a node
 
 

@@ -252,6 +252,20 @@ def test_no_more_is_said_to_be_needed_than_all_that_was_asked_for(tierkv: Tierkv
     assert tierkv("size", "--json").json["did"]["realistic_bytes"] == 76 * MIB
 
 
+def test_what_is_found_on_gpus_is_told_before_host_memory_which_has_it_too(
+    tierkv: Tierkv, told: dict[str, SizeReply]
+) -> None:
+    told["size"] = answer(
+        tiers=(SizedTier("gpu", 64 * MIB, 100), SizedTier("host", 128 * MIB, 205), *answer().tiers[1:])
+    )
+    done = tierkv("size")
+    assert done.code == 0, done.err
+    rows = [line.split()[0] for line in done.out.splitlines() if line.startswith(("GPUs ", "host memory "))]
+    assert rows[-2:] == ["GPUs", "host"]
+    told["size"] = answer()
+    assert "GPUs" not in tierkv("size").out
+
+
 def test_a_disk_below_nvme_adds_its_room_to_that_of_nvme(tierkv: Tierkv, told: dict[str, SizeReply]) -> None:
     tiers = (*answer().tiers, SizedTier("disk", 1_536 * MIB, 100))
     more = (MoreGain("disk", 512 * MIB, 20, 200.0),)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tests.cli.conftest import GIB, status, tier
-from tierkv.wire.messages import RecordingStatus, WorkerStatus
+from tierkv.wire.messages import DeviceStatus, RecordingStatus, WorkerStatus
 
 
 def test_a_ready_node_shows_tiers_sessions_counts_and_processes(tierkv, node):
@@ -97,3 +97,36 @@ def test_a_disk_tier_is_told_with_its_directory_and_how_fast_it_was(tierkv, node
 def test_speeds_are_told_where_there_is_a_choice_between_tiers_only(tierkv, node):
     node.statuses = [status(tiers=(tier("host"), tier("nvme", read_bytes_per_second=2**30)))]
     assert "measured" not in tierkv("status").out
+
+
+def test_each_gpu_has_a_line_with_what_its_pool_has_of_what_was_asked_for(tierkv, node):
+    devices = (
+        DeviceStatus(
+            device=0,
+            name="0",
+            state="ok",
+            asked_bytes=8 * GIB,
+            capacity_bytes=6 * GIB,
+            used_bytes=GIB,
+            device_name="NVIDIA H100",
+            kind="vmm",
+            is_pinned=True,
+            device_numa=1,
+            arena_numa=0,
+            upload_bytes_per_second=50 * GIB,
+            mapped_sessions=2,
+        ),
+        DeviceStatus(device=1, name="5", state="away", asked_bytes=8 * GIB, restarts=4, problem="no such GPU"),
+    )
+    node.statuses = [status(devices=devices, problems=("gpu1 (5) has no pool, and is tried again: no such GPU",))]
+    lines = tierkv("status").out.splitlines()
+    first, second = (next(line for line in lines if line.startswith(name)) for name in ("gpu0", "gpu1 "))
+    for words in ("0, NVIDIA H100, vmm", "6.0 GiB", "8.0 GiB", "50.0 GiB/s", " pinned", "1, memory 0"):
+        assert words in first
+    assert "away" in second
+    assert "no such GPU" in "".join(lines)
+    assert tierkv("status", "--json").json["devices"][1]["problem"] == "no such GPU"
+
+
+def test_nothing_is_said_of_gpus_where_there_are_none(tierkv, node):
+    assert "gpu" not in tierkv("status").out

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import GIB, FakeNode, status, tier
 from tierkv.errors import NodeUnreachable
-from tierkv.wire.messages import EvictionRow, HotPrefixRow, TopReply
+from tierkv.wire.messages import DeviceStatus, EvictionRow, HotPrefixRow, TopReply
 from tierkv_cli import top
 from tierkv_cli.top_frame import History, Sample, frame, seconds, short
 
@@ -133,6 +133,19 @@ def test_a_disk_tier_has_a_line_of_its_own() -> None:
         made.add(Sample(status(counters=counted, tiers=tiers), reply(float(now))))
     assert "disk      100 tokens per s from it, read 100.0 KiB, written 0 B" in text(made)
     assert "disk      " not in text(history())
+
+
+def test_gpus_have_a_line_of_their_own() -> None:
+    made = History()
+    devices = (
+        DeviceStatus(device=0, name="0", state="ok", asked_bytes=GIB, queued_copies=3),
+        DeviceStatus(device=1, name="1", state="away", asked_bytes=GIB),
+    )
+    for now in range(1_000, 1_031):
+        counted = counters(100.0 * (now - 1_000), 0, **{"hit_tokens.gpu": 100.0 * (now - 1_000)})
+        made.add(Sample(status(counters=counted, devices=devices), reply(float(now))))
+    assert "gpu       100 tokens per s from it, 1 of 2 pools there, copies under way 3" in text(made)
+    assert "gpu       " not in text(history())
 
 
 def test_with_one_sample_rates_are_not_known_yet() -> None:

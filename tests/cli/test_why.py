@@ -437,6 +437,8 @@ def trace(*stretches: Stretch) -> Trace:
     ("stretches", "words"),
     [
         ([stretch(16, "disk")], "in the disk tier"),
+        ([stretch(16, "gpu", "host")], "on a GPU"),
+        ([stretch(16, "gpu"), stretch(32, "host")], "cached, 16 of them on a GPU and 32 in memory only"),
         ([stretch(16, "nvme", "disk")], "on NVMe"),
         ([stretch(16, "host"), stretch(32, "nvme")], "cached, 16 of them in memory and 32 on NVMe only"),
         (
