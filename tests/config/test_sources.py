@@ -44,6 +44,8 @@ VALUES = {
     "disk_reserve_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "disk_rescan_seconds": ("1", "2", 3.5),
     "disk_inflight": ("1", "2", 3),
+    "nvme_codec": ('"zstd"', "raw", "zstd"),
+    "disk_codec": ('"zstd"', "raw", "zstd"),
     "session_bytes": ('"1GiB"', "2GiB", "3GiB"),
     "quarantine_bytes": ("4096", "8192", 12_288),
     "quarantine_days": ("1", "2", 3.5),

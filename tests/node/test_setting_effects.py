@@ -108,6 +108,14 @@ EFFECTS: dict[str, tuple[dict[str, Callable[[Settings], Any]], str]] = {
         {"gpu_bytes": front, "device_bytes": limits, "num_bytes": device_worker},
         "e2e/test_gpu_tier.py::test_a_pool_keeps_to_gpu_bytes_whatever_is_stored_there",
     ),
+    "nvme_codec": (
+        {"codec": worker},
+        "e2e/test_lossless.py::test_a_node_that_compresses_gives_back_the_same_bytes_from_less_disk",
+    ),
+    "disk_codec": (
+        {"codec": disk_worker},
+        "e2e/test_lossless.py::test_what_leaves_nvme_is_written_anew_in_the_codec_of_the_disk_tier",
+    ),
     "session_bytes": ({"session_bytes": limits}, "e2e/test_caps.py::test_what_one_session_holds"),
     "quarantine_bytes": ({"quarantine_bytes": worker}, "e2e/test_caps.py::test_quarantine"),
     "quarantine_days": ({"quarantine_seconds": worker}, "tests/storage/test_quarantine.py::test_what_is_too_old_goes"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import numpy as np
 from blake3 import blake3
 
 from tierkv.core.identity import Identity, Layout
@@ -23,12 +24,24 @@ POISON = 0xEE
 def identity(block_bytes: int = 4096, **changes: str) -> Identity:
     layout = Layout(
         dtype=changes.pop("dtype", "bfloat16"),
+        codec=changes.pop("codec", ""),
         block_bytes=(block_bytes,),
         axes=changes.pop("axes", "layer,kv,head,token,dim"),
         block_tokens=BLOCK_TOKENS,
         engine="test",
     )
     return Identity(weights=FINGERPRINT, config="", layout=layout, **changes)
+
+
+def noise(name: str, num_bytes: int) -> bytes:
+    return blake3(name.encode()).digest(length=num_bytes)
+
+
+def numbers(name: str, num_bytes: int) -> bytes:
+    """Of something like a bell curve, each in the two bytes that bfloat16 keeps of it: the same on every machine."""
+    count = num_bytes // 2 + 1
+    drawn = np.frombuffer(noise(name, 8 * count), "<u2").reshape(4, count).astype(np.int32).sum(axis=0) - 2 * 65_535
+    return (drawn.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()[:num_bytes]
 
 
 class Sample:
@@ -45,11 +58,15 @@ class Sample:
         first_token: int = 0,
         extras: dict[int, list[bytes]] | None = None,
         seed: int = 1,
+        like_kv: bool = False,
+        **layout: str,
     ) -> None:
+        """`like_kv`: blocks of numbers as a model makes them, which a lossless codec makes smaller; else of noise.
+        `layout` is what differs in the identity."""
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.slot_bytes = stored_bytes(block_bytes)
-        self.identity = identity(block_bytes)
+        self.identity = identity(block_bytes, **layout)
         self.group = self.identity.group_key()
         self.first_token = first_token
         self.parent = self.group if not first_token else bytes([7]) * KEY_BYTES
@@ -59,9 +76,15 @@ class Sample:
         self.name = ExtentName(FINGERPRINT, self.group, 0, self.keys[:KEY_BYTES])
         self.arena = memoryview(mmap.mmap(-1, 2 * num_blocks * self.slot_bytes))
         self.arena[:] = bytes([POISON]) * len(self.arena)
-        self.blocks = [blake3(f"{seed} {index}".encode()).digest(length=block_bytes) for index in range(num_blocks)]
+        make = numbers if like_kv else noise
+        self.blocks = [make(f"{seed} {index}", block_bytes) for index in range(num_blocks)]
         for index, block in enumerate(self.blocks):
-            self.arena[index * self.slot_bytes : index * self.slot_bytes + block_bytes] = block
+            self.put(index, block)
+
+    def put(self, index: int, block: bytes) -> None:
+        """Other content of a block."""
+        self.blocks[index] = block
+        self.arena[index * self.slot_bytes : index * self.slot_bytes + self.block_bytes] = block
 
     def write_order(self, **changes: object) -> Write:
         fields: dict[str, object] = {

@@ -22,6 +22,7 @@ from tierkv.storage.format import (
     FIELDS,
     FORMAT_VERSION,
     MAX_HEADER_BYTES,
+    PLAIN_VERSION,
     PREFIX_BYTES,
     READERS,
     Header,
@@ -33,6 +34,7 @@ from tierkv.storage.format import (
     file_bytes,
     frame_header,
     pack_header,
+    pack_lengths,
     stored_bytes,
 )
 
@@ -63,11 +65,20 @@ def header(**changes: Any) -> Header:
 
 HEADER = header()
 ENCODED = encode_header(HEADER)
+SMALLER = header(codec="planes2+zstd", lengths=pack_lengths([700, 8192]), stored_checksums=bytes(64), block_bytes=8192)
 
 
-def forged(body: object) -> bytes:
+def forged(body: object, version: int = PLAIN_VERSION) -> bytes:
     """A header with a right checksum around any body."""
-    return frame_header(msgspec.msgpack.encode(body), FORMAT_VERSION)
+    return frame_header(msgspec.msgpack.encode(body), version)
+
+
+def fields_of(header: Header) -> dict[str, Any]:
+    """As they stand in the body."""
+    raw = pack_header(header)
+    found = msgspec.msgpack.decode(raw[PREFIX_BYTES : PREFIX_BYTES + decode_prefix(raw).body_bytes], strict=False)
+    assert isinstance(found, dict)
+    return found
 
 
 # ---- round trip
@@ -142,7 +153,7 @@ def test_any_bytes_are_read_or_refused(body: bytes, cut: int) -> None:
     st.sampled_from([field.name for field in FIELDS]),
 )
 def test_a_field_of_any_content_is_read_or_refused(value: object, name: str) -> None:
-    body = msgspec.to_builtins(HEADER, builtin_types=(bytes,)) | {name: value}
+    body = fields_of(HEADER) | {name: value}
     try:
         found = decode_header(forged(body))
     except (DamagedFile, UnknownFormat):
@@ -191,7 +202,7 @@ def test_bytes_behind_the_body_or_a_body_behind_the_header_are_damage() -> None:
 
 def test_a_newer_version_with_a_right_checksum_is_left_alone() -> None:
     newer = frame_header(msgspec.msgpack.encode({"anything": 1}), FORMAT_VERSION + 1)
-    with pytest.raises(UnknownFormat, match="format version 2; this program reads 1"):
+    with pytest.raises(UnknownFormat, match="format version 3; this program reads 1, 2"):
         decode_header(newer)
 
 
@@ -202,9 +213,10 @@ def test_a_damaged_version_is_damage_and_not_a_newer_file() -> None:
         decode_header(raw)
 
 
-def test_a_codec_of_later_is_left_alone() -> None:
-    with pytest.raises(UnknownFormat, match="zstd"):
-        decode_header(forged(header(codec="zstd")))
+@pytest.mark.parametrize("version", READERS)
+def test_a_codec_of_later_is_left_alone(version: int) -> None:
+    with pytest.raises(UnknownFormat, match="planes3"):
+        decode_header(forged(header(codec="planes3+zstd"), version))
 
 
 def test_the_current_version_and_at_most_the_one_before_are_read() -> None:
@@ -259,13 +271,44 @@ def test_a_forged_header_that_contradicts_itself_is_damaged(changes: dict[str, A
         encode_header(made)
 
 
-def test_a_missing_or_an_unknown_field_is_damage() -> None:
-    body = msgspec.to_builtins(HEADER, builtin_types=(bytes,))
+@pytest.mark.parametrize("made", [HEADER, SMALLER], ids=["plain", "smaller"])
+def test_a_missing_or_an_unknown_field_is_damage(made: Header) -> None:
+    body, version = fields_of(made), decode_prefix(pack_header(made)).version
     for name in body:
-        with pytest.raises(DamagedFile, match=name):
-            decode_header(forged({key: value for key, value in body.items() if key != name}))
+        with pytest.raises(DamagedFile, match=name.removeprefix("stored_")):
+            decode_header(forged({key: value for key, value in body.items() if key != name}, version))
     with pytest.raises(DamagedFile, match="surprise"):
-        decode_header(forged(body | {"surprise": 1}))
+        decode_header(forged(body | {"surprise": 1}, version))
+
+
+def test_the_version_of_a_file_is_that_of_its_codec() -> None:
+    assert decode_prefix(ENCODED).version == PLAIN_VERSION
+    assert decode_prefix(encode_header(SMALLER)).version == FORMAT_VERSION
+    assert decode_header(encode_header(SMALLER)) == SMALLER
+    assert set(fields_of(SMALLER)) - set(fields_of(HEADER)) == {"lengths", "stored_checksums"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": b""},
+        {"lengths": pack_lengths([700])},
+        {"lengths": pack_lengths([700, 8192])[:-1]},
+        {"lengths": pack_lengths([0, 700])},
+        {"lengths": pack_lengths([4097, 700])},
+        {"lengths": pack_lengths([8193, 700])},
+        {"lengths": pack_lengths([2**64 - 1, 700])},
+        {"stored_checksums": bytes(32)},
+        {"stored_checksums": bytes(63) + b"x"},  # of a block that is stored as it is: it has one checksum
+        {"checksums": bytes(96)},
+    ],
+)
+def test_lengths_of_stored_blocks_that_contradict_the_rest_are_damage(changes: dict[str, Any]) -> None:
+    made = msgspec.structs.replace(SMALLER, **changes)
+    for refuse in (lambda: decode_header(pack_header(made)), lambda: encode_header(made)):
+        with pytest.raises(DamagedFile) as caught:
+            refuse()
+        assert caught.value.reason == Reason.BAD_HEADER
 
 
 def test_layouts_of_equal_size_read_differently() -> None:

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.storage.samples import FINGERPRINT, Sample, path_of
-from tests.storage.test_format import ENCODED, HEADER, forged
+from tests.storage.test_format import ENCODED, HEADER, fields_of, forged
 from tests.storage.test_recovery import fill, index_of, keys_of, start
 from tierkv.core.instructions import ExtentRow
 from tierkv.core.reasons import Reason
@@ -149,7 +149,7 @@ def test_a_real_header_with_any_change_and_a_right_checksum_is_read_or_refused(d
     ],
 )
 def test_a_field_beyond_its_bound_is_damage(change: dict[str, Any]) -> None:
-    body = msgspec.to_builtins(HEADER, builtin_types=(bytes,)) | change
+    body = fields_of(HEADER) | change
     raw = forged(body)
     with bounded(8 * 2**20), pytest.raises(DamagedFile):
         decode_header(raw)

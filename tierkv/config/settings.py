@@ -52,6 +52,7 @@ Share = Annotated[float, named(parse_share)]
 Directory = Annotated[Path, named(parse_path)]
 DirectIo = Literal["auto", "off"]
 Codec = Literal["raw", "fp8"]
+FileCodecName = Literal["raw", "zstd"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -148,6 +149,16 @@ class Settings(BaseModel):
         "Free space of disk_dir's file system that the node leaves alone, whoever fills it. Not reckoned from its "
         "size: a file server that doesn't answer must not hold up a start.",
         unit="size",
+    )
+    nvme_codec: Annotated[FileCodecName, named(one_of(*get_args(FileCodecName)))] = _setting(
+        "raw",
+        "How files in data_dir are written. zstd: smaller without loss, for more work at each write and read; it pays "
+        "on a slow or small disk (docs/operations.md). Files of either kind are read, whichever this says.",
+    )
+    disk_codec: Annotated[FileCodecName, named(one_of(*get_args(FileCodecName)))] = _setting(
+        "raw",
+        "How files in disk_dir are written, like nvme_codec. Where they differ, files are written anew on their way "
+        "there. Nodes of before this setting leave zstd files alone.",
     )
     session_bytes: Size = _setting(
         0,
@@ -393,6 +404,7 @@ class Settings(BaseModel):
                 "eval_max_perplexity_ratio",
                 f"{self.eval_max_perplexity_ratio:g} asks for better than raw; write 1 or more",
             )
+        self._check_codecs()
         if self.read_only and self.data_dir is None:
             raise ConfigError("read_only", "has no effect without data_dir; write data_dir too, or leave it out")
         if self.record is not None:
@@ -489,6 +501,12 @@ class Settings(BaseModel):
     def _check_record(self, record: Path) -> None:
         if self.data_dir is not None and record.is_relative_to(self.data_dir):
             raise ConfigError("record", f"{record} lies in data_dir, which holds nothing but the cache; name another")
+
+    def _check_codecs(self) -> None:
+        if self.nvme_codec != "raw" and self.data_dir is None:
+            raise ConfigError("nvme_codec", "has no effect without data_dir; write data_dir too, or leave it out")
+        if self.disk_codec != "raw" and self.disk_dir is None:
+            raise ConfigError("disk_codec", "has no effect without disk_dir; write disk_dir too, or leave it out")
 
     def _check_disk(self) -> None:
         """By name alone: a file server that does not answer must not hold up whoever reads settings."""

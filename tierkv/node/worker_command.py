@@ -9,6 +9,7 @@ from typing import Any
 from tierkv.config import Settings
 from tierkv.node.children import Child
 from tierkv.node.clock import NodeClock
+from tierkv.storage.codec_names import FileCodec
 from tierkv.workers.device.config import DeviceWorkerConfig
 from tierkv.workers.disk_config import DiskWorkerConfig
 from tierkv.workers.worker_config import WorkerConfig
@@ -62,6 +63,7 @@ def worker_config(
         lock_fd=lock_fd,
         io_threads=settings.io_threads,
         reserve_bytes=settings.nvme_reserve_bytes,
+        codec=FileCodec(settings.nvme_codec),
         reconcile_seconds=settings.reconcile_seconds,
         journal_bytes=settings.journal_bytes,
         journal_seconds=settings.journal_days * SECONDS_A_DAY,
@@ -86,6 +88,7 @@ def disk_worker_config(
         disk_dir=str(settings.disk_dir),
         io_threads=2 * settings.disk_inflight,  # demotions and reads, each so many
         reserve_bytes=settings.disk_reserve_bytes,
+        codec=FileCodec(settings.disk_codec),
         rescan_seconds=settings.disk_rescan_seconds,
         sends_rows=sends_rows,
         discard_index=discard_index,

@@ -1,4 +1,5 @@
-"""One extent's file, copied from one directory to another: as it is, proven on the way, whole under its name or absent.
+"""One extent's file, copied from one directory to another: its blocks as they are, proven on the way, whole under its
+name or absent.
 
     NVMe file -> header against the order -> what has the name on disk?
         nothing                                  copied, and put there if there is nothing still
@@ -9,6 +10,8 @@
         a file of a newer version, or foreign    left: name_taken
 
     copy     tmp/<unique> <- header, blocks hashed beside -> compared with the header's checksums -> flush -> name
+    recode   where the target is written in another codec: blocks read and proven -> encoded, and decoded again -> the
+             file -> compared with the source's checksums -> flush -> name
 
 Where nodes share the target, two of them may want one name at the same moment. A name that was free is taken by making
 it, which only one of them can; the other looks again. A shorter file is replaced by renaming, a moment after it was
@@ -23,15 +26,19 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from enum import Enum
 
-from tierkv.core.identity import Identity
+import msgspec
+
+from tierkv.core.identity import Identity, Layout
 from tierkv.core.instructions import Demote
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, OtherExtent, StorageError, UnknownFormat
+from tierkv.storage.codec_names import PLAIN, FileCodec
 from tierkv.storage.directory import DataDirectory
 from tierkv.storage.extent_file import Verified, WrittenFile, check_expected, require_ours, verify_file
 from tierkv.storage.extent_header import FoundExtent, check_name, load_extent, open_regular, read_header_at
-from tierkv.storage.format import decode_intact
+from tierkv.storage.format import Header, decode_intact, stored_bytes
 from tierkv.storage.names import ExtentName
+from tierkv.storage.payload import plan_content, read_payload, write_content
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
 from tierkv.storage.transfer import BlockFile, copy_blocks, mapped_pages
@@ -79,7 +86,8 @@ def copy_extent(
     identity: Identity | None = None,
     reached: Reached = lambda stage: None,
 ) -> WrittenFile | Failure:
-    """Copy a file, or take over the one that is there. `identity` is that of the group.
+    """Copy a file, or take over the one that is there, in whichever codec that is. `identity` is that of the group;
+    where it is not known, the copy is in the source's codec.
 
     A Failure leaves no file of ours behind, and what had the name as it was. One without an errno says nothing about
     the target: the source is damaged (its reason says how), gone (not_found) or can't be read, or the name is taken.
@@ -130,7 +138,12 @@ def _copy_once(
         if there is _Name.TAKEN:
             return Failure(Reason.NAME_TAKEN, "rename", "", f"{name} is there, with blocks that go on otherwise")
         temp = opened.enter_context(TempFile(target, direct=True))
-        _copy_proven(_SourceFile(source, fd, 0), BlockFile(target, temp.fd, 0), extent, target)
+        from_file = _SourceFile(source, fd, 0)
+        if identity is not None and _is_recoded(extent.header, target):
+            num_bytes = _recode(from_file, temp.fd, extent, target, identity.layout)
+        else:
+            num_bytes = extent.file_bytes
+            _copy_proven(from_file, BlockFile(target, temp.fd, 0), extent, target)
         _set_last_use(temp.fd, demote.last_used)
         temp.flush()
         reached("temp_written")
@@ -143,7 +156,7 @@ def _copy_once(
                 name.folder, name.file, refuse=lambda folder_fd: _require_same(folder_fd, demote, name, identity, there)
             )
         reached("renamed")
-    return WrittenFile(extent.file_bytes, target.unflushed(name.folder), extent.header.keys, damaged)
+    return WrittenFile(num_bytes, target.unflushed(name.folder), extent.header.keys, damaged)
 
 
 # ---- the source
@@ -205,8 +218,32 @@ def _copy_header(source: BlockFile, temp: BlockFile, extent: FoundExtent) -> Non
 def _copy_blocks(source: BlockFile, temp: BlockFile, extent: FoundExtent, target: DataDirectory) -> bool:
     """Whether the blocks that were copied are what the header says."""
     header = extent.header
-    digests = copy_blocks(source, temp, header.num_blocks, header.stored_block_bytes, target.hashers)
-    return b"".join(digests) == header.checksums
+    digests = copy_blocks(source, temp, list(map(stored_bytes, header.block_lengths())), target.hashers)
+    return b"".join(digests) == (header.stored_checksums or header.checksums)
+
+
+def _is_recoded(header: Header, target: DataDirectory) -> bool:
+    return (header.codec == PLAIN) != (target.codec is FileCodec.RAW)
+
+
+def _recode(source: BlockFile, temp_fd: int, extent: FoundExtent, target: DataDirectory, layout: Layout) -> int:
+    """The same blocks in the target's codec, proven by the source's checksums when they are read, when they are encoded
+    and when they are written. The length of the file. Raises _SourceFailed, StorageError."""
+    header = extent.header
+    pages = mapped_pages(header.num_blocks * header.stored_block_bytes)
+    size = header.stored_block_bytes
+    slots = [pages[start : start + size] for start in range(0, len(pages), size)]
+    source.offset = extent.header_bytes
+    valid, problem = read_payload(source, header, 0, slots, target.hashers)
+    if problem is not None:
+        raise _source_failed(problem)
+    plain = msgspec.structs.replace(header, codec=PLAIN, lengths=b"", stored_checksums=b"")
+    blocks = [[slot] for slot in slots[:valid]]
+    content = plan_content(target.codec, plain, blocks, layout, target.hashers, prove=True)
+    num_bytes, written = write_content(target, temp_fd, content)
+    if written.checksums != header.checksums:
+        raise _source_failed(DamagedFile(Reason.CHECKSUM, "blocks have changed in memory while they were encoded"))
+    return num_bytes
 
 
 # ---- the target

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DataDirectoryError, StorageError
+from tierkv.storage.codec_names import FileCodec
 from tierkv.storage.names import (
     DIGESTS,
     DISK_INDEX,
@@ -99,8 +100,10 @@ class DataDirectory:
         read_only: bool = False,
         kind: Kind = Kind.DATA,
         owner: str = "",
+        codec: FileCodec = FileCodec.RAW,
     ) -> None:
         self.read_only = read_only
+        self.codec = codec
         self.kind = kind
         self.path = path
         self.store_id = store_id
@@ -126,6 +129,7 @@ class DataDirectory:
         read_only: bool = False,
         kind: Kind = Kind.DATA,
         owner: str = "",
+        codec: FileCodec = FileCodec.RAW,
     ) -> DataDirectory:
         """Open the directory at `path`, making an absent or empty one unless `create` is false.
 
@@ -134,7 +138,8 @@ class DataDirectory:
         written to (a full disk passes: reading goes on there) and whether O_DIRECT works; readers of headers do
         without. `ours`: its folders may be there without FORMAT, for the caller has held it all the time. `read_only`:
         nothing below it is ever changed through this object; what would do so does nothing or raises StorageError
-        (read_only). Raises DataDirectoryError, which says what is wrong with which path and what to do.
+        (read_only). `codec`: how extents are written here; they are read whichever way they were. Raises
+        DataDirectoryError, which says what is wrong with which path and what to do.
         """
         path = Path(path).absolute()
         create, writable = create and not read_only, writable and not read_only
@@ -145,7 +150,14 @@ class DataDirectory:
                     path, root_fd, create=create, kind=kind, ours=frozenset(FOLDERS_OF[kind] if ours else ())
                 )
                 directory = cls(
-                    path, root_fd, stamp.store, direct_io=direct_io, read_only=read_only, kind=kind, owner=owner
+                    path,
+                    root_fd,
+                    stamp.store,
+                    direct_io=direct_io,
+                    read_only=read_only,
+                    kind=kind,
+                    owner=owner,
+                    codec=codec,
                 )
                 directory._check_folders(create=create)
                 if writable:

@@ -24,6 +24,7 @@ from blake3 import blake3
 from tierkv.core.reasons import Reason
 from tierkv.errors import DataDirectoryError, StorageError
 from tierkv.storage.checked_file import Unusable, read_checked, write_checked
+from tierkv.storage.codec_names import FileCodec
 from tierkv.storage.directory import DataDirectory, Kind
 from tierkv.storage.names import DISK_INDEX
 from tierkv.storage.stamp import FORMAT, LOCK
@@ -77,6 +78,7 @@ def open_disk_directory(
     *,
     direct_io: bool,
     read_only: bool,
+    codec: FileCodec = FileCodec.RAW,
     failed: Callable[[Failure], None] = lambda failure: None,
 ) -> DataDirectory:
     """Open it for the node of the data directory `data`, making an absent or empty one that this node has not used
@@ -94,13 +96,17 @@ def open_disk_directory(
         _require_parent(path)
     owner = blake3(data.store_id.encode()).hexdigest(length=4)
     try:
-        disk = DataDirectory.open(path, kind=Kind.DISK, owner=owner, direct_io=direct_io, read_only=read_only)
+        disk = DataDirectory.open(
+            path, kind=Kind.DISK, owner=owner, direct_io=direct_io, read_only=read_only, codec=codec
+        )
     except DataDirectoryError as error:
         cause = error.__cause__
         if not isinstance(cause, StorageError) or cause.reason != Reason.READ_ONLY:
             raise
         failed(Failure.of(cause))
-        disk = DataDirectory.open(path, kind=Kind.DISK, owner=owner, direct_io=direct_io, create=False, writable=False)
+        disk = DataDirectory.open(
+            path, kind=Kind.DISK, owner=owner, direct_io=direct_io, create=False, writable=False, codec=codec
+        )
     if not read_only:
         _write_used(data, _Used(str(path), disk.store_id), used)
     return disk

@@ -13,15 +13,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-from blake3 import blake3
-
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import Demote, Read, Write
 from tierkv.core.keys import count_keys
 from tierkv.core.reasons import Reason
 from tierkv.errors import BrokenInvariant, DamagedFile, ForeignFile, OtherExtent, StorageError, UnknownFormat
-from tierkv.storage import transfer
+from tierkv.storage.codec_names import PLAIN
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory
 from tierkv.storage.extent_header import (
     FoundExtent,
@@ -34,20 +31,19 @@ from tierkv.storage.extent_header import (
 )
 from tierkv.storage.format import (
     CHECKSUM_BYTES,
-    PLAIN,
+    PLAIN_VERSION,
     PREFIX_BYTES,
-    READERS,
     Header,
+    decode_intact,
     decode_prefix,
     describe_layout,
-    encode_header,
-    pack_header,
     stored_bytes,
 )
 from tierkv.storage.names import ExtentName, Parts
+from tierkv.storage.payload import Views, count_intact, plan_content, read_payload, write_content
 from tierkv.storage.system_calls import Failure, call
 from tierkv.storage.temp_file import TempFile
-from tierkv.storage.transfer import PIECE_BYTES, BlockFile, mapped_pages
+from tierkv.storage.transfer import BlockFile, mapped_pages
 
 __all__ = [
     "write_extent",
@@ -139,19 +135,14 @@ def write_extent(
     blocks = _blocks_to_write(arena, write)
     try:
         header = _header_of(write, identity)
-        encoded = encode_header(header)  # checked by the reader's own rules; checksums come when they are known
+        content = plan_content(directory.codec, header, blocks, identity.layout, directory.hashers)
     except DamagedFile as error:
         return Failure(Reason(error.reason), "encode", "", error.problem)
     try:
         with TempFile(directory, direct=True) as temp:
-            payload = BlockFile(directory, temp.fd, len(encoded))
-            digests = transfer.write_blocks(payload, blocks, directory.hashers)
-            _write_header(
-                directory, temp.fd, msgspec.structs.replace(header, checksums=b"".join(digests)), len(encoded)
-            )
+            size, _ = write_content(directory, temp.fd, content)
             temp.flush()
             reached("temp_written")
-            size = payload.offset
             reached("before_rename")
             temp.publish(name.folder, name.file, refuse=lambda folder_fd: require_ours(folder_fd, name.file))
             reached("renamed")
@@ -184,16 +175,7 @@ def _header_of(write: Write, identity: Identity) -> Header:
     )
 
 
-def _write_header(directory: DataDirectory, fd: int, header: Header, size: int) -> None:
-    encoded = pack_header(header)
-    if len(encoded) != size:
-        raise BrokenInvariant(f"a header of {size} bytes became {len(encoded)} with its checksums")
-    pages = mapped_pages(size)
-    pages[:] = encoded
-    BlockFile(directory, fd, 0).write([pages])
-
-
-def _blocks_to_write(arena: memoryview, write: Write) -> list[list[memoryview]]:
+def _blocks_to_write(arena: memoryview, write: Write) -> list[Views]:
     """Each block's views: its slot, or, where it does not fill its last page, a page of ours in place of that one."""
     slots = _slots(arena, write.slots, write.block_bytes)
     if len(slots) != count_keys(write.keys):
@@ -220,13 +202,13 @@ def _slots(arena: memoryview, offsets: list[int], block_bytes: int) -> list[memo
 
 
 def require_ours(folder_fd: int, file: str) -> None:
-    """Nothing there, or a file of a version we know, or one that is damaged or can't be read, may be replaced or
-    removed. Raises UnknownFormat or ForeignFile for the rest."""
+    """Nothing there, or a file of a version and a codec that we know, or one that is damaged or can't be read, may be
+    replaced or removed. Raises UnknownFormat or ForeignFile for the rest."""
     try:
         with open_regular(folder_fd, file) as (fd, found):
             start = call("pread", os.pread, fd, PREFIX_BYTES, 0)
-            if decode_prefix(start).version not in READERS:
-                load_header(fd, found.st_size)
+            if decode_prefix(start).version != PLAIN_VERSION:  # which has one codec
+                load_header(fd, found.st_size, decode=decode_intact)
     except StorageError as error:
         if error.errno_name not in ("ENOENT", "EIO"):
             raise
@@ -258,10 +240,8 @@ def read_blocks(
             header = extent.header
             check_name(header, name)
             check_expected(header, read, identity)
-            start = extent.header_bytes + read.first * header.stored_block_bytes
-            wanted = _digests(header, read.first, len(slots))
-            payload = BlockFile(directory, fd, start)
-            valid, problem = transfer.read_blocks(payload, [[slot] for slot in slots], wanted, directory.hashers)
+            payload = BlockFile(directory, fd, extent.header_bytes)
+            valid, problem = read_payload(payload, header, read.first, slots, directory.hashers)
             overcome = Failure.of(payload.overcome) if payload.overcome is not None else None
     except OtherExtent as error:  # where nodes share the files, it is another one's
         return ReadOutcome(0, Reason(error.reason), error.problem, damaged=not directory.is_shared)
@@ -295,7 +275,7 @@ def verify_file(
             extent = load_extent(fd, found)
             blocks = extent.header.num_blocks
             check_name(extent.header, name)
-            valid = _count_intact(BlockFile(directory, fd, extent.header_bytes), extent.header, pause)
+            valid = count_intact(BlockFile(directory, fd, extent.header_bytes), extent.header, pause)
     except (StorageError, DamagedFile, UnknownFormat, ForeignFile) as error:
         told = _tell(error)
         intact = error.valid_blocks if isinstance(error, DamagedFile) else 0
@@ -364,39 +344,6 @@ def check_expected(header: Header, read: Read | Demote, identity: Identity | Non
         )
     if not header.keys.startswith(read.keys):
         raise OtherExtent(Reason.KEY_MISMATCH, "keys: the file holds other blocks than the tree says")
-
-
-def _digests(header: Header, first: int, count: int) -> list[bytes]:
-    starts = range(first * CHECKSUM_BYTES, (first + count) * CHECKSUM_BYTES, CHECKSUM_BYTES)
-    return [header.checksums[start : start + CHECKSUM_BYTES] for start in starts]
-
-
-def _count_intact(file: BlockFile, header: Header, pause: Callable[[int], None]) -> int:
-    """Blocks read and found right: all of them. Raises DamagedFile at the first that is not, StorageError."""
-    wanted = _digests(header, 0, header.num_blocks)
-    size = header.stored_block_bytes
-    buffer = mapped_pages(PIECE_BYTES)
-    for index, digest in enumerate(wanted):
-        start = file.offset
-        try:
-            if _hash_block(file, size, buffer, pause) == digest:
-                continue
-            file.look_again(start)
-            if _hash_block(file, size, buffer, lambda num_bytes: None) != digest:  # rare, and counted already
-                raise DamagedFile(Reason.CHECKSUM, f"block {index} of {len(wanted)}")
-        except DamagedFile as error:
-            raise DamagedFile(error.reason, error.problem, valid_blocks=index) from error
-    return len(wanted)
-
-
-def _hash_block(file: BlockFile, size: int, buffer: memoryview, pause: Callable[[int], None]) -> bytes:
-    found = blake3()
-    for start in range(0, size, PIECE_BYTES):
-        view = buffer[: min(PIECE_BYTES, size - start)]
-        file.read([view])
-        found.update(view)
-        pause(len(view))
-    return found.digest()
 
 
 @dataclass(frozen=True, slots=True)

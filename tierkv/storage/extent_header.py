@@ -16,7 +16,7 @@ from tierkv.core.keys import key_at
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, ForeignFile, StorageError
 from tierkv.storage.directory import PAGE_BYTES, DataDirectory
-from tierkv.storage.format import Header, decode_header, decode_prefix, file_bytes
+from tierkv.storage.format import Header, decode_header, decode_prefix
 from tierkv.storage.names import ExtentName
 from tierkv.storage.system_calls import call
 
@@ -80,7 +80,7 @@ def load_extent(fd: int, found: os.stat_result, *, decode: Decode = decode_heade
 
 def _load_extent(fd: int, found: os.stat_result, decode: Decode) -> FoundExtent:
     header, header_bytes = load_header(fd, found.st_size, decode=decode)
-    promised = file_bytes(header.num_blocks, header.block_bytes, header_bytes)
+    promised = header_bytes + header.payload_bytes
     if found.st_size != promised:
         raise DamagedFile(Reason.SHORT_FILE, f"{found.st_size} bytes long; its header says {promised}")
     return FoundExtent(header, header_bytes, promised, found.st_mtime)

@@ -4,6 +4,9 @@
     | magic | version | header bytes | body bytes | zero | header checksum | body (MessagePack) | zeros | block 0 ...
     |<----------------------------- header: a multiple of 4 KiB ---------------------------------------->|
 
+Version 1 holds blocks as they lie in the arena, version 2 some or all of them smaller, by a lossless codec. A file
+that does not become smaller is of version 1, which nodes of before version 2 read as well.
+
 The first 56 bytes and the meaning of the checksum (BLAKE3 of the whole header, the checksum's own bytes taken as
 zero) are the same in every version. So a file of a newer version is told from a damaged one: its checksum is right.
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -28,9 +31,11 @@ from tierkv.core.keys import KEY_BYTES, TOKEN_BYTES, chain_keys, count_keys
 from tierkv.core.reasons import Reason
 from tierkv.errors import DamagedFile, UnknownFormat
 from tierkv.storage import journal_segment
+from tierkv.storage.codec_names import CHUNK_BYTES, PLAIN, WIDTHS
 
 MAGIC = b"\x93TIERKV\n"  # not text, and changed by whatever converts line ends
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PLAIN_VERSION = 1
 
 ALIGN_BYTES = 4096
 CHECKSUM_BYTES = 32
@@ -40,7 +45,8 @@ MAX_BLOCK_BYTES = 2**34
 MAX_EXTRA_BYTES = 4_096
 MAX_EXTRAS = 256
 MAX_POSITION = 2**48  # tokens before an extent
-PLAIN = ""  # the only codec of version 1: blocks as they lie in the arena
+_LENGTH = struct.Struct("<Q")
+LENGTH_BYTES = _LENGTH.size
 
 _PREFIX = struct.Struct("<8s4I32s")
 PREFIX_BYTES = _PREFIX.size
@@ -93,7 +99,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ]
     block_bytes: Annotated[
         int,
-        _described("a block's length; stored, it is filled up with zeros to 4 KiB", "bytes", ge=1, le=MAX_BLOCK_BYTES),
+        _described(
+            "a block's length; as it is in the arena, it is filled up with zeros to 4 KiB",
+            "bytes",
+            ge=1,
+            le=MAX_BLOCK_BYTES,
+        ),
     ]
     dtype: Annotated[str, _described("element type, as the identity's layout has it", "name", max_length=64)]
     layout: Annotated[
@@ -104,10 +115,24 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ]
     checksums: Annotated[
         bytes,
-        _described("BLAKE3 of each stored block, zeros included, packed", "32 bytes a block"),
+        _described("BLAKE3 of each block as it is in the arena, zeros included, packed", "32 bytes a block"),
         Meta(max_length=CHECKSUM_BYTES * MAX_BLOCKS),
     ]
     created: Annotated[float, _described("when the extent was sealed", "seconds since 1970, UTC", ge=0)]
+    lengths: Annotated[
+        bytes,
+        _described(
+            "version 2: length of each stored block without the zeros behind it, packed; that of a block as it is in"
+            " the arena, zeros included, where it is stored so",
+            "u64 a block",
+        ),
+        Meta(max_length=LENGTH_BYTES * MAX_BLOCKS),
+    ] = b""
+    stored_checksums: Annotated[
+        bytes,
+        _described("version 2: BLAKE3 of each stored block, zeros included, packed", "32 bytes a block"),
+        Meta(max_length=CHECKSUM_BYTES * MAX_BLOCKS),
+    ] = b""
 
     @property
     def num_blocks(self) -> int:
@@ -115,7 +140,24 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def stored_block_bytes(self) -> int:
+        """Of a block as it is in the arena."""
         return stored_bytes(self.block_bytes)
+
+    def block_lengths(self) -> list[int]:
+        """Of each stored block, without the zeros behind it."""
+        if self.codec == PLAIN:
+            return [self.stored_block_bytes] * self.num_blocks
+        return [length for (length,) in _LENGTH.iter_unpack(self.lengths)]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all stored blocks, each filled up to 4 KiB."""
+        if self.codec == PLAIN:
+            return self.num_blocks * self.stored_block_bytes
+        return sum(map(stored_bytes, self.block_lengths()))
+
+
+_PLAIN_FIELDS = Header.__struct_fields__.index("lengths")  # so many come first, and are all of version 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +180,11 @@ def file_bytes(num_blocks: int, block_bytes: int, header_bytes: int) -> int:
     return header_bytes + num_blocks * stored_bytes(block_bytes)
 
 
+def pack_lengths(lengths: Iterable[int]) -> bytes:
+    """As `Header.lengths` holds them."""
+    return b"".join(map(_LENGTH.pack, lengths))
+
+
 def describe_layout(layout: Layout) -> str:
     """The text of the header's `layout`: everything of a layout that equal byte counts don't prove."""
     groups = "+".join(map(str, layout.block_bytes))
@@ -146,13 +193,24 @@ def describe_layout(layout: Layout) -> str:
 
 def encode_header(header: Header) -> bytes:
     """The header's bytes, a multiple of 4 KiB. Raises DamagedFile for one that the reader would not take."""
-    prove_keys(_read_version_1(msgspec.msgpack.encode(header)))
+    prove_keys(READERS[_version_of(header)](_encode_body(header)))
     return pack_header(header)
 
 
 def pack_header(header: Header) -> bytes:
     """`encode_header` without the check: for one that was checked and has got its checksums since."""
-    return frame_header(msgspec.msgpack.encode(header), FORMAT_VERSION)
+    return frame_header(_encode_body(header), _version_of(header))
+
+
+def _encode_body(header: Header) -> bytes:
+    """Version 1 has no fields of version 2: to the byte what it was before there was one."""
+    if header.codec != PLAIN or header.lengths or header.stored_checksums:
+        return msgspec.msgpack.encode(header)
+    return msgspec.msgpack.encode({name: getattr(header, name) for name in Header.__struct_fields__[:_PLAIN_FIELDS]})
+
+
+def _version_of(header: Header) -> int:
+    return PLAIN_VERSION if header.codec == PLAIN else FORMAT_VERSION
 
 
 def frame_header(body: bytes, version: int) -> bytes:
@@ -214,25 +272,40 @@ def _checksum(header: bytes) -> bytes:
 
 
 def _read_version_1(body: bytes) -> Header:
-    try:
-        header = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedFile(Reason.BAD_HEADER, str(error)) from error
+    header = _decode_body(body)
+    if header.codec != PLAIN:
+        raise UnknownFormat(f"codec {header.codec!r}")
+    if header.lengths or header.stored_checksums:
+        raise DamagedFile(Reason.BAD_HEADER, "lengths of blocks that are stored as they are")
     check(header)
     return header
+
+
+def _read_version_2(body: bytes) -> Header:
+    header = _decode_body(body)
+    if header.codec not in WIDTHS:
+        raise UnknownFormat(f"codec {header.codec!r}")
+    check(header)
+    _check_stored(header)
+    return header
+
+
+def _decode_body(body: bytes) -> Header:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedFile(Reason.BAD_HEADER, str(error)) from error
 
 
 _decoder = msgspec.msgpack.Decoder(Header)
 
 # The current version and the one before: what `decode_header` takes, each giving today's Header.
-READERS: dict[int, Callable[[bytes], Header]] = {1: _read_version_1}
+READERS: dict[int, Callable[[bytes], Header]] = {1: _read_version_1, 2: _read_version_2}
 
 
 def check(header: Header) -> None:
-    """What must hold between the fields. Raises DamagedFile, or UnknownFormat for a codec of later."""
+    """What must hold between the fields, in either version. Raises DamagedFile."""
     blocks = header.num_blocks
-    if header.codec != PLAIN:
-        raise UnknownFormat(f"codec {header.codec!r}")
     if len(header.keys) % KEY_BYTES:
         raise DamagedFile(Reason.BAD_HEADER, "packed keys are not whole")
     if len(header.checksums) != blocks * CHECKSUM_BYTES:
@@ -247,6 +320,22 @@ def check(header: Header) -> None:
         raise DamagedFile(Reason.BAD_HEADER, "extras of a block that is not here")
     if not math.isfinite(header.created):
         raise DamagedFile(Reason.BAD_HEADER, "no time of creation")
+
+
+def _check_stored(header: Header) -> None:
+    """No block is stored in more than it has, and one that is stored as it is has one checksum."""
+    blocks = header.num_blocks
+    if len(header.lengths) != blocks * LENGTH_BYTES or len(header.stored_checksums) != blocks * CHECKSUM_BYTES:
+        raise DamagedFile(Reason.BAD_HEADER, f"lengths or checksums of stored blocks are not those of {blocks}")
+    plain = header.stored_block_bytes
+    for index, length in enumerate(header.block_lengths()):
+        if length == plain:
+            start = index * CHECKSUM_BYTES
+            same = slice(start, start + CHECKSUM_BYTES)
+            if header.checksums[same] != header.stored_checksums[same]:
+                raise DamagedFile(Reason.BAD_HEADER, f"two checksums of block {index}, which is stored as it is")
+        elif not 1 <= length <= plain - ALIGN_BYTES:
+            raise DamagedFile(Reason.BAD_HEADER, f"block {index} of {header.block_bytes} bytes is stored in {length}")
 
 
 def prove_keys(header: Header) -> None:
@@ -296,6 +385,7 @@ FIELDS = _fields_of(Header)
 
 def document() -> str:
     """docs/format.md, whole."""
+    codecs = "\n".join(f"- `{name}`: {_elements(width)}" for name, width in WIDTHS.items())
     return f"""# Format of a .kv file
 
 Generated by `python -m tierkv.storage.format`; do not edit. Version {FORMAT_VERSION}.
@@ -310,7 +400,9 @@ block. Numbers are little-endian. Everything is aligned to 4096 bytes:
 0                            header bytes
 ```
 
-The file ends with its last block: its size is `header bytes + blocks x (block_bytes rounded up to 4096)`.
+The file ends with its last block: its size is `header bytes + blocks x (block_bytes rounded up to 4096)` in version 1,
+whose blocks are stored as they are. In version 2 they are stored by a lossless codec, each for itself, and the size is
+`header bytes` and what is in `lengths`, each rounded up to 4096. A file that would not be smaller is of version 1.
 
 ## Prefix
 
@@ -320,7 +412,7 @@ The same in every version, so that a file of another version is told from a dama
 
 ## Body
 
-A MessagePack map with exactly these fields.
+A MessagePack map with exactly these fields, the last two in version 2 alone.
 
 {_table(FIELDS)}
 
@@ -332,14 +424,31 @@ Between fields this must hold, or the file is damaged:
   `key[i] = BLAKE3(key[i-1] | u32 block_tokens | token ids | u32 number of extras | for each: u32 length, bytes)`,
   where `key[-1]` is `parent`;
 - `extras` has entries only for blocks of this file that have any, at most {MAX_EXTRAS} of at most
-  {MAX_EXTRA_BYTES:,} bytes each.
+  {MAX_EXTRA_BYTES:,} bytes each;
+- in version 1, `codec` is empty; in version 2, `lengths` and `stored_checksums` are of as many blocks, a length is that
+  of a block as it is or less by 4096 at least, and a block that is stored as it is has the same checksum twice.
 
 Bytes of the header behind the body are zero; a header is at most {MAX_HEADER_BYTES:,} bytes long.
+
+## Codecs
+
+{codecs}
+
+Of an element of n bytes all first bytes of a chunk make a plane, all second ones the next, and so on; chunks are of
+{CHUNK_BYTES:,} bytes, the last one of what is left, and there is no padding in them. A stored block is
+
+```
+| u32 length of each piece | piece | piece | ...
+```
+
+with a piece for each plane of each chunk, in order: one zstd frame that says how long its content is, or, where the
+length is the plane's own, the plane as it is. The codec is that of the file; blocks that would not become smaller by
+4096 bytes are stored as they are. `stored_checksums` prove what is to be decoded, and `checksums` what has been.
 
 ## Reading
 
 A reader compares group, fingerprint, rank, parent, position and keys with what it looks for, and the file's size with
-what the header promises, and verifies each block against its checksum before the block is used. It takes the versions
+what the header promises, and verifies each block against its checksums before the block is used. It takes the versions
 {", ".join(map(str, sorted(READERS)))}. A file whose header is intact and of another version, or whose codec is not
 known, is left alone. Every other deviation is damage: the file goes to `quarantine/`.
 
@@ -365,6 +474,10 @@ What a node knows about a disk directory is kept in its own data directory: `dis
 which directory it was), and `disk-purges/` (purges that the disk directory is still to be swept for).
 
 {journal_segment.document()}"""
+
+
+def _elements(width: int) -> str:
+    return f"elements of {width} bytes" if width > 1 else "bytes as they lie: one plane, which is the chunk itself"
 
 
 def _table(fields: tuple[Field, ...]) -> str:

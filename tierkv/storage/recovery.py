@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -46,7 +47,7 @@ from tierkv.core.reasons import Reason
 from tierkv.errors import StorageError
 from tierkv.storage.catalog import Catalog, Change, DropRow, IndexFailed, PutRow
 from tierkv.storage.directory import DataDirectory
-from tierkv.storage.format import ALIGN_BYTES, MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_HEADER_BYTES, MAX_POSITION, stored_bytes
+from tierkv.storage.format import ALIGN_BYTES, MAX_BLOCKS, MAX_HEADER_BYTES, MAX_POSITION, stored_bytes
 from tierkv.storage.header_pool import FILES_OF_A_JOB, HeaderPool
 from tierkv.storage.header_reader import Finding, HeaderJob, Outcome, Unusable, Usable
 from tierkv.storage.index_row import IndexedFile, Namespace
@@ -304,9 +305,9 @@ class _Recovery:
             return
         self._emit(GroupFound(folder.group, words.identity, words.model_name))
         for namespace in namespaces:
-            self._walk_namespace(namespace, pool)
+            self._walk_namespace(namespace, words.identity.layout.total_block_bytes, pool)
 
-    def _walk_namespace(self, namespace: Namespace, pool: HeaderPool) -> None:
+    def _walk_namespace(self, namespace: Namespace, block_bytes: int, pool: HeaderPool) -> None:
         prefix = namespace.pack()
         unreadable = self._strays.unreadable
         shelves = set(find_shelves(self._directory, namespace, self._strays))
@@ -319,14 +320,20 @@ class _Recovery:
             rows = self._catalog.read(prefix + bytes([number]))
             known = {} if isinstance(rows, IndexFailed) else rows
             if shelf in shelves:
-                self._walk_shelf(namespace, shelf, known, pool)
+                self._walk_shelf(namespace, block_bytes, shelf, known, pool)
             else:
                 self._drop(known)
             self._take_findings(pool, 0.0)
 
     def _walk_shelf(
-        self, namespace: Namespace, shelf: str, known: dict[bytes, IndexedFile | None], pool: HeaderPool
+        self,
+        namespace: Namespace,
+        block_bytes: int,
+        shelf: str,
+        known: dict[bytes, IndexedFile | None],
+        pool: HeaderPool,
     ) -> None:
+        is_sound = partial(_is_sound, group=namespace.group, block_bytes=block_bytes)
         parts = (*namespace.parts, shelf)
         prefix = namespace.pack()
         whole: list[ExtentRow] = []
@@ -345,11 +352,11 @@ class _Recovery:
                         wanted.append(key)
                     elif (status := self._status(entry, parts)) is None:
                         continue
-                    elif indexed.describes(status) and _is_sound(indexed.row, key, namespace.group):
+                    elif indexed.describes(status) and is_sound(indexed.row, key):
                         whole.append(indexed.row)
                     else:
                         wanted.append(key)
-                        if _is_sound(indexed.row, key, namespace.group):
+                        if is_sound(indexed.row, key):
                             self._uses[prefix + key] = indexed.row
         except StorageError as error:
             self._strays.note(error, parts)
@@ -509,19 +516,19 @@ class _Recovery:
             log.warning("skipped: %d more", self._strays.unreadable - len(self._strays.problems))
 
 
-def _is_sound(row: ExtentRow, key: bytes, group: bytes) -> bool:
+def _is_sound(row: ExtentRow, key: bytes, *, group: bytes, block_bytes: int) -> bool:
     """Whether a row can be what it says: an index may decode and still not be one that we wrote. What a reader of the
     file's header would refuse is not believed here either."""
     blocks, rest = divmod(len(row.keys), KEY_BYTES)
-    header_bytes = row.file_bytes - blocks * stored_bytes(row.block_bytes)
+    most = MAX_HEADER_BYTES + blocks * stored_bytes(row.block_bytes)
     return (
         row.key == key
         and row.keys[:KEY_BYTES] == key
         and rest == 0
         and blocks <= MAX_BLOCKS
-        and 1 <= row.block_bytes <= MAX_BLOCK_BYTES
-        and ALIGN_BYTES <= header_bytes <= MAX_HEADER_BYTES
-        and header_bytes % ALIGN_BYTES == 0
+        and row.block_bytes == block_bytes
+        and (1 + blocks) * ALIGN_BYTES <= row.file_bytes <= most
+        and row.file_bytes % ALIGN_BYTES == 0
         and len(row.parent) == KEY_BYTES
         and 0 <= row.first_token < MAX_POSITION
         and (row.first_token == 0) == (row.parent == group)

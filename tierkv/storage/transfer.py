@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -166,16 +166,14 @@ def read_blocks(
     return valid + more, problem
 
 
-def copy_blocks(
-    source: BlockFile, target: BlockFile, num_blocks: int, block_bytes: int, hashers: Executor
-) -> list[bytes]:
-    """Copy `num_blocks` blocks of `block_bytes`, which is a multiple of 4 KiB; the digests of what was read. Raises
-    StorageError, and DamagedFile where the source ends too early."""
+def copy_blocks(source: BlockFile, target: BlockFile, sizes: Sequence[int], hashers: Executor) -> list[bytes]:
+    """Copy blocks of these sizes, each a multiple of 4 KiB; the digests of what was read. Raises StorageError, and
+    DamagedFile where the source ends too early."""
     hasher = BlockHasher()
     beside = _Beside(hashers, hasher)
-    buffer = mapped_pages(min(PIECE_BYTES, num_blocks * block_bytes))
+    buffer = mapped_pages(min(PIECE_BYTES, sum(sizes)))
     try:
-        for piece in _cut_stream(buffer, num_blocks, block_bytes):
+        for piece in _cut_stream(buffer, sizes):
             views = [chunk.view for chunk in piece]
             source.read(list(views))
             beside.feed(piece)
@@ -186,18 +184,22 @@ def copy_blocks(
     return hasher.digests
 
 
-def _cut_stream(buffer: memoryview, num_blocks: int, block_bytes: int) -> Iterator[Piece]:
+def _cut_stream(buffer: memoryview, sizes: Sequence[int]) -> Iterator[Piece]:
     """A stream of blocks as pieces that all lie in `buffer`."""
-    done, total = 0, num_blocks * block_bytes
-    while done < total:
-        piece: Piece = []
-        start, stop = 0, min(len(buffer), total - done)
-        while start < stop:
-            end = min(stop, start + block_bytes - (done + start) % block_bytes)
-            piece.append(Chunk(buffer[start:end], (done + end) % block_bytes == 0))
-            start = end
+    piece: Piece = []
+    start = 0
+    for size in sizes:
+        left = size
+        while left:
+            stop = min(len(buffer), start + left)
+            left -= stop - start
+            piece.append(Chunk(buffer[start:stop], not left))
+            start = stop
+            if start == len(buffer):
+                yield piece
+                piece, start = [], 0
+    if piece:
         yield piece
-        done += stop
 
 
 def _read_once(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import random
 import shutil
@@ -56,7 +58,8 @@ def flip_bits(path: Path, rng: random.Random) -> Flipped:
     header = decode_header(raw[: prefix.header_bytes])
     keys = split_keys(header.keys)
     at = rng.randrange(len(raw)) if rng.random() < 0.8 else rng.randrange(prefix.header_bytes)
-    bad = max(0, (at - prefix.header_bytes) // stored_bytes(header.block_bytes))
+    ends = itertools.accumulate(map(stored_bytes, header.block_lengths()), initial=prefix.header_bytes)
+    bad = max(0, bisect.bisect_right(list(ends), at) - 1)
     with path.open("r+b") as file:
         file.seek(at)
         file.write(bytes([raw[at] ^ rng.choice([1, 2, 4, 64, 128, 3, 255])]))

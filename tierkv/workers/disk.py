@@ -156,6 +156,7 @@ class DiskWorker:
             data,
             direct_io=config.direct_io,
             read_only=config.read_only,
+            codec=config.codec,
             failed=lambda failure: tier.gate.write_failed(failure, 0),
         )
         self._directory = tier.stack.enter_context(disk)

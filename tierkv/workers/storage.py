@@ -146,13 +146,15 @@ class StorageWorker:
         if config.read_only:
             return DataDirectory.open(config.data_dir, direct_io=config.direct_io, read_only=True)
         try:
-            return DataDirectory.open(config.data_dir, direct_io=config.direct_io)
+            return DataDirectory.open(config.data_dir, direct_io=config.direct_io, codec=config.codec)
         except DataDirectoryError as error:
             cause = error.__cause__
             if not isinstance(cause, StorageError) or cause.reason != Reason.READ_ONLY:
                 raise
             self._tier.gate.write_failed(Failure.of(cause), 0)
-            return DataDirectory.open(config.data_dir, create=False, writable=False, direct_io=config.direct_io)
+            return DataDirectory.open(
+                config.data_dir, create=False, writable=False, direct_io=config.direct_io, codec=config.codec
+            )
 
     def _open_index_folder(self, directory: DataDirectory) -> int:
         """-1 where there is none and none may be made: then there is no index."""

@@ -10,6 +10,8 @@ from typing import Self
 
 import msgspec
 
+from tierkv.storage.codec_names import FileCodec
+
 
 class TierWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Descriptors are numbers of open files that the worker inherits and owns from then on.
@@ -19,6 +21,8 @@ class TierWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     monotonic clock has counted since `monotonic_zero`.
 
     `stuck_seconds`: an operation on a file that takes longer has the tier step down until it comes back.
+
+    `codec`: how the tier's files are written; they are read whichever way they were.
 
     `read_only`: nothing in the worker's directories is made, written, renamed or removed.
 
@@ -42,6 +46,7 @@ class TierWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserve_bytes: int = 0
     index_map_bytes: int = 64 * 2**20
     stuck_seconds: float = 20.0
+    codec: FileCodec = FileCodec.RAW
     read_only: bool = False
     sends_rows: bool = True
     discard_index: bool = False
