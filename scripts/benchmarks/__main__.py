@@ -23,7 +23,7 @@ from benchmarks.measure import Plan
 BENCHMARKS = ("core", "cli", "match_latency", "copies", "inline", "nvme", "warmup", "start", "replay")
 """Modules with a QUESTION and a `measure(plan)` that yields figures; the quickest come first."""
 
-ON_DEMAND = ("vllm",)
+ON_DEMAND = ("vllm", "lossless")
 """Those that take an environment of their own, and much longer."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
