@@ -275,6 +275,19 @@ def test_a_gpu_that_never_comes_is_named_and_the_node_serves_without(tmp_path: P
         assert node.stop().exit_code == 0
 
 
+def test_a_pool_larger_than_memory_is_named_and_the_node_serves_without(tmp_path: Path) -> None:
+    with Node(tmp_path, gpu_devices="cpu", gpu_bytes="4TiB") as node:
+        node.start()
+        status = node.wait_status(lambda s: s.devices[0].restarts >= 1, "it was tried")
+        assert status.devices[0].state == "away"
+        assert "more than there is" in status.devices[0].problem
+        with StampedEngine(node.endpoint, device="cpu") as engine:
+            assert engine.store(1, BLOCKS) == BLOCKS
+            assert engine.load(1, BLOCKS).right == BLOCKS
+            assert engine.pool is not None
+            assert "more than there is" in engine.pool.problem
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

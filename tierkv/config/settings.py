@@ -41,6 +41,7 @@ from tierkv.wire.socket_directory import default_inline_dir, default_socket_dir,
 
 PAGE_BYTES = 4096
 MOST_BYTES = 2**60
+MOST_GPU_BYTES = 2**44  # each page of it has a generation, which every process of an engine maps
 MIN_JOURNAL_BYTES, MAX_JOURNAL_BYTES = 64 * 2**10, 64 * MiB
 MIN_RECORD_BYTES = MiB
 
@@ -550,7 +551,7 @@ class Settings(BaseModel):
                 f"{_words(self.gpu_bytes)} is less than one slab (slab_bytes, {_words(self.slab_bytes)}); "
                 f"write more, or leave gpu_devices out",
             )
-        if self.gpu_bytes > MOST_BYTES:
+        if self.gpu_bytes > MOST_GPU_BYTES:
             raise ConfigError("gpu_bytes", f"{_words(self.gpu_bytes)} is more than any GPU has; write less")
         if self.gpu_bytes % PAGE_BYTES:
             raise ConfigError("gpu_bytes", f"{self.gpu_bytes} isn't a multiple of 4KiB; write one, like 8GiB")
