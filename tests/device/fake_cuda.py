@@ -65,6 +65,7 @@ class FakeCuda:
         self.waits: list[tuple[int, int]] = []
         self.copies: list[tuple[str, int]] = []
         self.is_held = False
+        self.pages_on: int | None = 10  # the ordinal of the GPU whose memory an engine's pages are
         self._numbers = itertools.count(0x1000, 8)
         self._functions: dict[str, Any] = {}
 
@@ -321,6 +322,14 @@ class FakeCuda:
 
     def cuMemsetD8Async(self, target: int, value: int, num_bytes: int, stream: int) -> None:
         self.ask(stream, lambda: ctypes.memset(target, value, num_bytes))
+
+    def cuPointerGetAttribute(self, found: int, attribute: int, address: int) -> int:
+        assert attribute == cuda.DEVICE_ORDINAL
+        self._in_context()
+        if self.pages_on is None:
+            return cuda.INVALID_VALUE
+        ctypes.cast(found, ctypes.POINTER(c_int)).contents.value = self.pages_on
+        return 0
 
     def cuMemHostRegister_v2(self, address: int, num_bytes: int, flags: int) -> int:
         assert flags == cuda.HOST_REGISTER_PORTABLE | cuda.HOST_REGISTER_DEVICE_MAP

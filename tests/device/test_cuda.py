@@ -466,6 +466,24 @@ def test_a_part_of_a_slot_does_not_take_its_neighbour_along(fake: FakeCuda) -> N
         assert (arena.bytes[slot * SLOT + BLOCK : (slot + 1) * SLOT] == 9).all()
 
 
+@pytest.mark.parametrize(("where", "problem"), [(11, "memory of GPU 11"), (None, "no GPU's memory")])
+def test_pages_that_are_not_on_this_gpu_are_refused_before_a_kernel_touches_them(
+    fake: FakeCuda, where: int | None, problem: str
+) -> None:
+    layout = PagedLayout.of([np.zeros((2, BLOCK), np.uint8)])
+    with opened(fake) as backend:
+        fake.pages_on = where
+        for move in (
+            lambda: backend.gather(layout, [0], host(), [0]),
+            lambda: backend.scatter(host(), [0], layout, [0]),
+        ):
+            with pytest.raises(DeviceError, match=problem):
+                move()
+        assert fake.copies == []
+        fake.pages_on = 10
+        assert backend.gather(layout, [0], host(), [0]).wait(0)
+
+
 def test_buffers_grow_and_an_engine_that_has_no_memory_left_is_told(fake: FakeCuda) -> None:
     with opened(fake) as backend:
         with backend._driver.current(backend._context):

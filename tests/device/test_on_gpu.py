@@ -230,6 +230,15 @@ def read(backend: CudaBackend, slots: CudaPool | HostMemory, num_bytes: int) -> 
     return target.bytes
 
 
+def test_pages_in_host_memory_are_refused_before_a_kernel_touches_them(
+    backend: CudaBackend, pool: CudaPool, mover: Mover
+) -> None:
+    layout = PagedLayout.of([np.zeros((2, 4096), np.uint8)])
+    with pytest.raises(DeviceError, match="no GPU's memory"):
+        backend.gather(layout, [0], pool, [0])
+    assert backend.zero(pool, [(0, 4096)]).wait(DONE_SECONDS)  # the context is as it was
+
+
 def test_many_blocks_and_pages_anywhere_are_all_moved(
     backend: CudaBackend, torch: Any, pool: CudaPool, mover: Mover
 ) -> None:

@@ -11,6 +11,7 @@ call and popped again, so that a thread of the engine finds its own as it was.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import resource
 import threading
@@ -26,7 +27,7 @@ from tierkv.device.cuda_driver import CudaError, Driver
 from tierkv.device.cuda_pool import CudaPool, CudaPools
 from tierkv.device.cuda_streams import CudaPending, CudaStreams
 from tierkv.device.kernel_source import Table
-from tierkv.device.layouts import PagedLayout
+from tierkv.device.layouts import PagedLayout, Piece
 from tierkv.device.memory import HostMemory
 from tierkv.device.probe import find_gpu
 from tierkv.device.runs import find_copies
@@ -77,6 +78,7 @@ class CudaBackend:
         self._registering = threading.Lock()
         self._buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes; used by the stream "pages" alone
         self._mover: Mover | None = None
+        self._reached: tuple[Piece, ...] = ()  # of the layout whose memory was looked at last
 
     # ---------------------------------------------------------------- memory
 
@@ -197,6 +199,7 @@ class CudaBackend:
         check_alike(pages, offsets)
         check_pages(layout, pages)
         check_slots(what, slots, offsets, layout.block_bytes)
+        self._require_here(layout)
         mover = self._mover = self._mover or choose_mover(self._gpu.index, self._on_device)
         stream = self._streams.stream("pages")
         keeps: list[object] = [layout, slots]
@@ -220,6 +223,21 @@ class CudaBackend:
                             self._driver.call("cuMemcpyHtoDAsync_v2", *place, size, stream)
                         keeps += mover(stream, layout, some, staging, staged, to_slots=False)
         return made[0]
+
+    def _require_here(self, layout: PagedLayout) -> None:
+        """A kernel that touches memory of another GPU, or of the host, would take the engine's whole context along."""
+        if layout.pieces is self._reached:
+            return
+        with self._driver.current(self._context):
+            for piece in layout.pieces:
+                ordinal = ctypes.c_int(-1)
+                result = self._driver.result(
+                    "cuPointerGetAttribute", ctypes.byref(ordinal), cuda.DEVICE_ORDINAL, piece.address
+                )
+                if result != 0 or ordinal.value != self._gpu.ordinal:
+                    where = "no GPU's memory" if result != 0 else f"memory of GPU {ordinal.value}"
+                    raise DeviceError("failed", f"pages at {piece.address:#x} are {where}, and not of {self.name}")
+        self._reached = layout.pieces  # without what keeps the memory alive
 
     def _stages(self, block_bytes: int, num_blocks: int) -> Iterator[tuple[int, int, tuple[int, int], list[int]]]:
         """[begin, end) of the blocks, the staging memory, and where each of them stands in it. One after the other on

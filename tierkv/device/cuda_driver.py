@@ -65,6 +65,8 @@ _LOST = (
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 VMM_SUPPORTED, FD_HANDLE_SUPPORTED = 102, 103
 
+DEVICE_ORDINAL = 9  # CUpointer_attribute
+
 # flags
 ALLOCATION_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory that stays where it is, on the device
 HANDLE_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -170,6 +172,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (_DevicePtr, c_void_p, c_size_t, _Stream),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _DevicePtr, c_size_t, _Stream),
     "cuMemsetD8Async": (_DevicePtr, c_ubyte, c_size_t, _Stream),
+    "cuPointerGetAttribute": (c_void_p, c_int, _DevicePtr),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
