@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.ledger import Cores, Holdings, left_over
 
-settings.register_profile("any machine", deadline=None)  # one that has other things to do is slow, and not wrong
+# A machine that has other things to do is slow, and not wrong.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 SCRIPT_VARIABLES = ("TIERKV_VENV", "TIERKV_PYTHON", "TIERKV_EXTRA_INDEX_URL", "TIERKV_CACHE")

@@ -45,7 +45,7 @@ from tierkv.workers.channel import FrameReader
 EXAMPLES = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "150")),
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 FRAMES = [golden_path(message).read_bytes() for message in (*REQUESTS, *REPLIES)]

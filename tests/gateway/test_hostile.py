@@ -146,7 +146,9 @@ def _mutated(data: st.DataObject, token: bytes) -> bytes:
     return bytes(frame[: data.draw(st.integers(1, len(frame)))])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_frame_is_answered_and_a_healthy_tenant_next_to_it_is_served(
     peer: Peer, group: Group, rows: np.ndarray, data: st.DataObject

@@ -149,7 +149,9 @@ def test_extents_of_ten_two_ten_and_one_blocks_each_keep_their_length(directory:
     assert (wrong.valid, wrong.reason) == (0, Reason.LAYOUT_MISMATCH)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.integers(1, 6), st.integers(1, 9000), st.data())
 def test_any_size_and_any_damage_gives_right_blocks_or_fewer(
     directory: DataDirectory, num_blocks: int, block_bytes: int, data: st.DataObject

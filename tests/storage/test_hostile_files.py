@@ -44,7 +44,9 @@ from tierkv.storage.namespace import read_identity, read_model
 from tierkv.storage.quarantine import Quarantine
 from tierkv.storage.weight_files import FileStat
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 MAX_SECONDS = 20.0
 MAX_BYTES = 4 * 2**20
 
