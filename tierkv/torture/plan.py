@@ -138,7 +138,7 @@ ON_DEVICE = Conditions(
             while_storing,
             before_device_copy="gpu0 front supervisor engine",
             device_copy_made="gpu0 front engine",
-            committed="gpu0 front",
+            committed="front",
         ),
         *scenarios(while_promoting, read_half="gpu0"),
         *scenarios(one_after_the_other, gpu0="front", front="gpu0"),
