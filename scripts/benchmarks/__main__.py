@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import machine, report
 from benchmarks.measure import Plan
 
-BENCHMARKS = ("core", "cli", "match_latency", "copies", "inline", "nvme", "warmup", "start", "replay")
+BENCHMARKS = ("core", "codec", "cli", "match_latency", "copies", "inline", "nvme", "warmup", "start", "replay")
 """Modules with a QUESTION and a `measure(plan)` that yields figures; the quickest come first."""
 
 ON_DEMAND = ("vllm", "lossless")

@@ -39,11 +39,11 @@ def nvrtc_library() -> Path | None:
     return None
 
 
-def compile_for(library: Any, architecture: str, source: str) -> tuple[int, str]:
+def compile_for(library: Any, architecture: str, source: str, options: Sequence[str] = OPTIONS) -> tuple[int, str]:
     program = ctypes.c_void_p()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None) == 0
-    options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={architecture}")]
-    result = int(library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)))
+    encoded = [option.encode() for option in (*options, f"--gpu-architecture={architecture}")]
+    result = int(library.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)))
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

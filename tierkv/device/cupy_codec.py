@@ -1,0 +1,36 @@
+"""The kernels of fp8, compiled and launched by cupy. Imported only where a GPU is used."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import cupy
+import numpy as np
+
+from tierkv.device.codec_source import DECODE_NAME, ENCODE_NAME, OPTIONS, THREADS, CodecTable, source
+from tierkv.errors import DeviceError
+
+
+@cache
+def _module(element: str) -> cupy.RawModule:
+    return cupy.RawModule(code=source(element), options=OPTIONS)
+
+
+def launch(
+    index: int, stream: int, element: str, table: CodecTable, address: int, verdicts: int, *, to_slots: bool
+) -> None:
+    """Ask `stream` of GPU `index` to code the blocks of `table`, whose bytes are at `address` on the device, into their
+    slots, or to decode them into their pages. `verdicts`: device address of a byte a block, zero before."""
+    arguments = (
+        np.uint64(address),
+        np.uint32(table.num_runs),
+        np.uint64(address + table.pages_begin),
+        np.uint64(address + table.slots_begin),
+        np.uint64(verdicts),
+    )
+    try:
+        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
+            kernel = _module(element).get_function(ENCODE_NAME if to_slots else DECODE_NAME)
+            kernel((table.num_thread_blocks,), (THREADS,), arguments)
+    except (RuntimeError, cupy.cuda.compiler.CompileException) as error:  # the base of all that cupy's drivers raise
+        raise DeviceError("failed", f"the kernels of the codec do not run: {error}") from error
