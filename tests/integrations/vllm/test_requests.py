@@ -22,6 +22,10 @@ from vllm.v1.request import Request
 from tests.integrations.vllm.engine import BLOCK_TOKENS
 from tests.integrations.vllm.test_adapters import make_adapter
 from tierkv.client import KeyChain
+from tierkv.core.codec import Fp8
+from tierkv.core.reasons import Reason
+from tierkv.errors import LayoutMismatch
+from tierkv.integrations.connector.codec_choice import CodecChoice
 from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.bypass import Bypass, BypassReason
 from tierkv.integrations.vllm.identity import EngineIdentity
@@ -41,6 +45,16 @@ class Known:
         self.result = result
 
 
+class SaidCodecs:
+    """What a node has said, or not yet."""
+
+    def __init__(self, choice: CodecChoice | None = CodecChoice()) -> None:  # noqa: B008 - frozen
+        self.choice = choice
+
+    def find(self, weights: str, adapter: str) -> CodecChoice | None:
+        return self.choice
+
+
 @pytest.fixture
 def engine(plain_config: Any, kv_cache_config: Any) -> EngineIdentity:
     return EngineIdentity.of(plain_config, kv_cache_config)
@@ -58,8 +72,10 @@ def reader(engine: EngineIdentity, adapters: Adapters) -> RequestReader:
     return reader_of(engine, adapters)
 
 
-def reader_of(engine: EngineIdentity, adapters: Adapters, weights: Weights | None = WEIGHTS) -> RequestReader:
-    return RequestReader(engine, Known(weights), adapters)  # type: ignore[arg-type]
+def reader_of(
+    engine: EngineIdentity, adapters: Adapters, weights: Weights | None = WEIGHTS, codecs: SaidCodecs | None = None
+) -> RequestReader:
+    return RequestReader(engine, Known(weights), adapters, codecs or SaidCodecs())  # type: ignore[arg-type]
 
 
 def make_request(tokens: list[int] | None = TOKENS, **arguments: Any) -> Any:
@@ -253,3 +269,36 @@ def keys_with(places: list[tuple[int, int, str]]) -> list[bytes]:
     assert not isinstance(extras, Bypass)
     packed = KeyChain(b"\0" * 32, BLOCK_TOKENS).extend([5] * 128, extras)
     return [packed[begin : begin + 32] for begin in range(0, len(packed), 32)]
+
+
+# ---- codecs
+
+
+def test_a_codec_of_the_node_is_in_the_identity_and_its_shape_goes_along(
+    engine: EngineIdentity, adapters: Adapters
+) -> None:
+    assert engine.kv_shape is not None
+    codec = Fp8(engine.kv_shape)
+    found = read(reader_of(engine, adapters, codecs=SaidCodecs(CodecChoice(codec=codec))))
+    assert (found.identity.layout.codec, found.identity.layout.block_bytes) == (codec.name, codec.block_bytes)
+    assert (found.kv_shape, found.uncoded) == (engine.kv_shape, None)
+    engine.check_same(found.identity)
+    with pytest.raises(LayoutMismatch):
+        replace(engine, kv_shape=None).check_same(found.identity)
+
+
+def test_until_the_node_has_answered_a_request_goes_without_the_cache(
+    engine: EngineIdentity, adapters: Adapters
+) -> None:
+    reader = reader_of(engine, adapters, codecs=SaidCodecs(None))
+    assert reason_of(reader.read(make_request())) is BypassReason.CODEC_PENDING
+
+
+def test_blocks_that_are_not_coded_say_why(engine: EngineIdentity, adapters: Adapters) -> None:
+    found = read(reader_of(engine, adapters, codecs=SaidCodecs(CodecChoice(reason=Reason.NO_VERDICT))))
+    assert (found.identity.layout.codec, found.kv_shape, found.uncoded) == ("", None, Reason.NO_VERDICT)
+
+
+def test_weights_without_a_fingerprint_are_not_asked_about(engine: EngineIdentity, adapters: Adapters) -> None:
+    unproven = Weights(name="tiny-llama", epoch="e" * 32)
+    assert read(reader_of(engine, adapters, unproven, SaidCodecs(None))).identity.layout.codec == ""

@@ -127,11 +127,13 @@ def test_counted_events_change_with_every_count_but_the_time_alone() -> None:
     seen = {counted_events(counts, {}, {})}
     counts.seconds += 1.0
     assert counted_events(counts, {}, {}) in seen
-    names = [one.name for one in fields(counts) if one.name not in ("seconds", "misses")]
+    names = [one.name for one in fields(counts) if one.name not in ("seconds", "misses", "uncoded")]
     for name in names:
         setattr(counts, name, getattr(counts, name) + 1)
         seen.add(counted_events(counts, {}, {}))
+    counts.uncoded["no_verdict"] += 1
+    seen.add(counted_events(counts, {}, {}))
     counts.misses["deadline"] += 1
     seen |= {counted_events(counts, {}, {}), counted_events(counts, {"pooling": 1}, {})}
     seen.add(counted_events(counts, {"pooling": 1}, {"asking the node": 1}))
-    assert len(seen) == len(names) + 4
+    assert len(seen) == len(names) + 5

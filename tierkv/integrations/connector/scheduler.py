@@ -163,6 +163,7 @@ class SchedulerCounts:
     late_stores: int = 0
     seconds: float = 0.0
     misses: Counter[str] = field(default_factory=Counter)
+    uncoded: Counter[str] = field(default_factory=Counter)
 
 
 class PrefixScheduler:

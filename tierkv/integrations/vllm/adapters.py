@@ -58,7 +58,8 @@ class _Seen:
 class Adapters:
     """The adapters that requests named so far. `exchangeable`: one may be loaded in place of another while the engine
     runs, which leaves nothing to prove. `find` is for one thread, the scheduler's. `close` joins the thread that
-    reads files, which is started with the first adapter."""
+    reads files, which is started with the first adapter; `known` is called there with the fingerprint of one that is
+    about to be found."""
 
     def __init__(
         self,
@@ -68,7 +69,9 @@ class Adapters:
         data_dir: str | os.PathLike[str] | None = None,
         started_ns: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
+        known: Callable[[str], None] = lambda fingerprint: None,
     ) -> None:
+        self._known = known
         self._unprovable = exchangeable and policy is AdapterPolicy.PROVEN
         self._policy = policy
         self._data_dir = data_dir
@@ -146,6 +149,8 @@ class Adapters:
             seen = self._read(place)
             if seen.refusal is not None and seen.refusal.reason is not BypassReason.ADAPTER_PENDING:
                 self._warn(place, seen.refusal.detail)
+            if seen.refusal is None:
+                self._known(seen.fingerprint)
             self._seen[place] = seen
             self._waiting.discard(place)
 

@@ -16,6 +16,8 @@ class BypassReason(StrEnum):
     ADAPTER_CHANGED = "adapter_changed"
     """Its files changed although the operator promised that they never do."""
     ADAPTER_UNREADABLE = "adapter_unreadable"
+    CODEC_PENDING = "codec_pending"
+    """The node has not said yet which codec the model's blocks are stored with."""
     MEDIA_WITHOUT_DIGEST = "media_without_digest"
     """An image, a video or a sound whose identifier is not a digest of its content."""
     PROMPT_EMBEDS = "prompt_embeds"

@@ -43,6 +43,7 @@ from tierkv.integrations.connector.scheduler import PrefixScheduler, Prompt, Sch
 from tierkv.integrations.connector.worker import PrefixWorker
 from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.bypass import Bypass
+from tierkv.integrations.vllm.codecs import Codecs
 from tierkv.integrations.vllm.device import pages_on_device, uses_pools
 from tierkv.integrations.vllm.events import StoredEvents
 from tierkv.integrations.vllm.identity import EngineIdentity, owned_layers, shard_rank
@@ -58,7 +59,7 @@ from tierkv.integrations.vllm.stats import (
     numbers_of_worker,
 )
 from tierkv.integrations.vllm.supported import check_engine
-from tierkv.integrations.vllm.weights import ModelFingerprint
+from tierkv.integrations.vllm.weights import ModelFingerprint, Weights
 
 log = logging.getLogger(__name__)
 
@@ -246,15 +247,17 @@ class SchedulerSide:
         self.events = StoredEvents(vllm_config, kv_cache_config)
         self._fence = Fence()
         self._engine = engine
-        self._fingerprint = ModelFingerprint(vllm_config, data_dir=options.data_dir)
+        self._client = connect(options.endpoint, data_dir=options.data_dir, node_user=options.node_user)
+        self._codecs = Codecs(self._client, engine.kv_shape, self._fence)
+        self._fingerprint = ModelFingerprint(vllm_config, data_dir=options.data_dir, known=self._ask_codec)
         self._fingerprint.start()
         self._adapters = Adapters(
             policy=options.adapters,
             exchangeable=envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
             data_dir=options.data_dir,
+            known=self._ask_codec_under,
         )
-        self._reader = RequestReader(engine, self._fingerprint, self._adapters)
-        self._client = connect(options.endpoint, data_dir=options.data_dir, node_user=options.node_user)
+        self._reader = RequestReader(engine, self._fingerprint, self._adapters, self._codecs)
         self._scheduler = PrefixScheduler(
             self._client,
             SchedulerSettings(
@@ -274,6 +277,15 @@ class SchedulerSide:
         self._has_acted = True  # since vLLM last asked for numbers: only then something can have been counted
         self._told: tuple[int, ...] = ()
         self._seconds_told_at = 0.0
+
+    def _ask_codec(self, weights: Weights) -> None:
+        if not weights.epoch:
+            self._codecs.prepare(weights.fingerprint)
+
+    def _ask_codec_under(self, adapter: str) -> None:
+        weights = self._fingerprint.result
+        if weights is not None and not weights.epoch:
+            self._codecs.prepare(weights.fingerprint, adapter)
 
     def _say_hello(self, engine: EngineIdentity) -> None:
         layout = engine.layout
@@ -300,7 +312,10 @@ class SchedulerSide:
             model_name=read.model_name,
             adapter_name=read.adapter_name,
             manifest=read.manifest,
+            kv_shape=read.kv_shape,
         )
+        if read.uncoded is not None:
+            self._scheduler.counts.uncoded[read.uncoded] += 1
         self._requests[request.request_id] = request
         self._scheduler.add(
             Prompt(
@@ -390,12 +405,13 @@ class SchedulerSide:
             "restarted it uses only what it computes from now on, and keeps that in the node's memory only"
         )
         self._engine = self._engine.renewed()
-        self._reader = RequestReader(self._engine, self._fingerprint, self._adapters)
+        self._reader = RequestReader(self._engine, self._fingerprint, self._adapters, self._codecs)
         self._scheduler.reset()
 
     def close(self) -> None:
         self._fingerprint.close()
         self._adapters.close()
+        self._codecs.close()
         self._scheduler.close()
         self._client.close()
 

@@ -2,8 +2,8 @@
 
     weights   fingerprint of the model's weight files, which must be those that the engine loaded (`weights`)
     config    digest of the settings that change KV (`settings`), and of the kind and the layers of each cache group
-    layout    element types, bytes of a block in each cache group, physical order, tokens of a block, and the engine:
-              vLLM's release (major.minor), attention backends, device, how blocks are packed
+    layout    element types, codec, bytes of a block in each cache group, physical order, tokens of a block, and the
+              engine: vLLM's release (major.minor), attention backends, device, how blocks are packed
     parallel  sizes of tensor and pipeline parallelism
     salt      the operator's and the request's
     adapter   by the content of its files (`adapters`)
@@ -19,9 +19,11 @@ from typing import Any
 
 from blake3 import blake3
 
+from tierkv.core.codec import BlockCodec, KVShape, codec_of, coded_layout
 from tierkv.core.identity import Identity, Layout, Parallel
 from tierkv.errors import IdentityError, LayoutMismatch
 from tierkv.integrations.identity_common import element_type, random_epoch
+from tierkv.integrations.vllm.kv_shape import kv_shape_of
 from tierkv.integrations.vllm.packing import backend_names, packing_name, release_name
 from tierkv.integrations.vllm.settings import adapter_settings_of, config_digest, settings_of
 from tierkv.integrations.vllm.supported import kv_layout, layer_specs
@@ -36,7 +38,8 @@ MAX_SALT_CHARACTERS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
     """All of an engine's identity but its weights, known at start. `epoch` is set once the weights in memory may be
-    others than those that were loaded (see `renewed`)."""
+    others than those that were loaded (see `renewed`). `layout` is of blocks as the engine has them; `kv_shape` None
+    where no codec can be used."""
 
     config: str
     adapter_config: str
@@ -44,6 +47,7 @@ class EngineIdentity:
     parallel: Parallel
     salt: str = ""
     epoch: str = ""
+    kv_shape: KVShape | None = None
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, *, salt: str = "") -> EngineIdentity:
@@ -56,12 +60,14 @@ class EngineIdentity:
             adapter_config = config_digest(settings | {"adapter settings": adapter_settings_of(vllm_config)})
         except IdentityError:  # `Weights` have the same problem, tell it, and have an epoch
             config = adapter_config = blake3(random_epoch().encode()).hexdigest()
+        layout = layout_of(vllm_config, kv_cache_config)
         return cls(
             config=config,
             adapter_config=adapter_config,
-            layout=layout_of(vllm_config, kv_cache_config),
+            layout=layout,
             parallel=parallel_of(vllm_config.parallel_config),
             salt=salt,
+            kv_shape=kv_shape_of(vllm_config, kv_cache_config, layout.block_bytes),
         )
 
     def renewed(self) -> EngineIdentity:
@@ -69,7 +75,9 @@ class EngineIdentity:
         nothing is kept for another process or a later run."""
         return replace(self, epoch=random_epoch())
 
-    def for_request(self, weights: Weights, *, salt: str = "", adapter: str = "") -> Identity:
+    def for_request(
+        self, weights: Weights, *, salt: str = "", adapter: str = "", codec: BlockCodec | None = None
+    ) -> Identity:
         """`salt` is the request's, `adapter` the fingerprint of its adapter's files; empty for none."""
         config = self.adapter_config if adapter else self.config
         if weights.settings:
@@ -78,7 +86,7 @@ class EngineIdentity:
         return Identity(
             weights="" if epoch else weights.fingerprint,
             config=config,
-            layout=self.layout,
+            layout=self.layout if codec is None else coded_layout(self.layout, codec),
             adapter=adapter,
             parallel=self.parallel,
             salt=join_salts(self.salt, salt),
@@ -88,8 +96,11 @@ class EngineIdentity:
     def check_same(self, told: Identity) -> None:
         """LayoutMismatch when what the scheduler told is not the layout that this worker has: machines that differ, or
         pipeline stages of different sizes."""
+        own = self.layout
+        if told.layout.codec and self.kv_shape is not None:
+            own = coded_layout(own, codec_of(told.layout.codec, self.kv_shape))
         for name in Layout.__struct_fields__:
-            declared, found = getattr(told.layout, name), getattr(self.layout, name)
+            declared, found = getattr(told.layout, name), getattr(own, name)
             if declared != found:
                 raise LayoutMismatch(name, declared, found)
 

@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tierkv.core.codec import KVShape
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.core.keys import NO_EXTRAS
+from tierkv.core.reasons import Reason
+from tierkv.integrations.connector.codec_choice import CodecChoice
 from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.bypass import Bypass, BypassReason
+from tierkv.integrations.vllm.codecs import Codecs
 from tierkv.integrations.vllm.identity import EngineIdentity
 from tierkv.integrations.vllm.weights import ModelFingerprint
 
@@ -87,7 +91,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class CacheableRequest:
     """`tokens` is vLLM's own view of all tokens so far, which grows as the answer does. `extras` are the inputs besides
     tokens of blocks by their number, for `KeyChain.extend`. `may_load` is False where vLLM wants every token computed;
-    what is computed may be stored all the same."""
+    what is computed may be stored all the same. `kv_shape` where the identity names a codec; `uncoded` says why it does
+    not, though the node has one."""
 
     identity: Identity
     tokens: Sequence[int]
@@ -96,13 +101,18 @@ class CacheableRequest:
     model_name: str
     manifest: tuple[ManifestEntry, ...] = ()
     adapter_name: str = ""
+    kv_shape: KVShape | None = None
+    uncoded: Reason | None = None
 
 
 class RequestReader:
     """Reads the requests of one engine. Never waits for anything."""
 
-    def __init__(self, engine: EngineIdentity, fingerprint: ModelFingerprint, adapters: Adapters) -> None:
+    def __init__(
+        self, engine: EngineIdentity, fingerprint: ModelFingerprint, adapters: Adapters, codecs: Codecs
+    ) -> None:
         self._engine = engine
+        self._codecs = codecs
         self._fingerprint = fingerprint
         self._adapters = adapters
 
@@ -119,7 +129,12 @@ class RequestReader:
         extras = media_extras(request.mm_features, self._engine.layout.block_tokens)
         if isinstance(extras, Bypass):
             return extras
-        identity = self._engine.for_request(weights, salt=request.cache_salt or "", adapter=adapter)
+        choice = (
+            CodecChoice() if self._engine.epoch or weights.epoch else self._codecs.find(weights.fingerprint, adapter)
+        )
+        if choice is None:
+            return Bypass(BypassReason.CODEC_PENDING)
+        identity = self._engine.for_request(weights, salt=request.cache_salt or "", adapter=adapter, codec=choice.codec)
         return CacheableRequest(
             identity=identity,
             tokens=request.all_token_ids,
@@ -128,6 +143,8 @@ class RequestReader:
             model_name=weights.name,
             manifest=weights.manifest if identity.is_persistent else (),
             adapter_name=request.lora_request.lora_name if request.lora_request is not None else "",
+            kv_shape=None if choice.codec is None else self._engine.kv_shape,
+            uncoded=choice.reason,
         )
 
     def still_holds(self, request: Any) -> bool:

@@ -19,6 +19,7 @@ LABELLED = {
     ),
     "reasons": ("reason", "Loads and stores that were refused or cut short, by reason."),
     "bypassed": ("reason", "Requests that went without the cache, by reason."),
+    "uncoded": ("reason", "Requests whose blocks are kept as they are though the node has a codec, by reason."),
     "faults": ("doing", "Faults of the cache that were caught, so that the engine went on without it."),
 }
 COUNTERS = {
@@ -104,7 +105,13 @@ _EVENTS = attrgetter(*(one.name for one in fields(SchedulerCounts) if one.name i
 
 def counted_events(counts: SchedulerCounts, bypassed: dict[str, int], faults: dict[str, int]) -> tuple[int, ...]:
     """Another one whenever something was counted, time aside: what every step can be asked for."""
-    return (*_EVENTS(counts), sum(counts.misses.values()), sum(bypassed.values()), sum(faults.values()))
+    return (
+        *_EVENTS(counts),
+        sum(counts.misses.values()),
+        sum(counts.uncoded.values()),
+        sum(bypassed.values()),
+        sum(faults.values()),
+    )
 
 
 def numbers_of_scheduler(counts: SchedulerCounts, bypassed: dict[str, int], faults: dict[str, int]) -> dict[str, Any]:
@@ -113,6 +120,7 @@ def numbers_of_scheduler(counts: SchedulerCounts, bypassed: dict[str, int], faul
         **numbers,
         "scheduler_seconds": counts.seconds,
         "misses": dict(counts.misses),
+        "uncoded": dict(counts.uncoded),
         "bypassed": dict(bypassed),
         "faults": dict(faults),
     }

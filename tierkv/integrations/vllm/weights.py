@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ class Weights:
 class ModelFingerprint:
     """Makes `Weights` in a thread of its own. Until it is done `result` is None, and requests bypass the cache.
 
-    `started_ns` is when this process started (wall clock). `close` ends the reading and joins the thread.
+    `started_ns` is when this process started (wall clock). `known` is called in that thread before `result` is there.
+    `close` ends the reading and joins the thread.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class ModelFingerprint:
         *,
         data_dir: str | os.PathLike[str] | None = None,
         started_ns: int | None = None,
+        known: Callable[[Weights], None] = lambda weights: None,
     ) -> None:
+        self._known = known
         self._vllm_config = vllm_config
         self._data_dir = data_dir
         self._started_ns = process_started_ns() if started_ns is None else started_ns
@@ -100,6 +104,7 @@ class ModelFingerprint:
             log.info(
                 "tierkv: weights of %s are read (%s...): the cache is in use", weights.name, weights.fingerprint[:12]
             )
+        self._known(weights)
         self._result = weights
 
     def _stop_if_closing(self, done_bytes: int, total_bytes: int, name: str) -> None:
