@@ -227,6 +227,7 @@ _NO_CAPACITY_HELPS = (
         frozenset({"disk_behind", "disk_degraded"}),
         "not taken by the disk tier, which was too slow or away: one that takes them",
     ),
+    (frozenset({"device_down"}), "lost with the process that had a GPU's pool: one that stays up (see its log)"),
 )
 """Why something is gone that more room would not have kept; and what would have, of which more than half of the regret
 makes the advice."""

@@ -104,6 +104,7 @@ def test_means_are_weighed_and_regret_is_a_share_of_what_was_dropped(tierkv, nod
         ((line(LLAMA, reason="write_budget", regret_tokens=500, regret_seconds=9.0),), DAY, "larger write budget"),
         ((line(LLAMA, reason="expired", regret_tokens=1_000, regret_seconds=9.0),), DAY, "a longer time in `ttl`"),
         ((line(LLAMA, reason="operator", regret_tokens=1_000, regret_seconds=9.0),), DAY, "leaving them would save"),
+        ((line(LLAMA, reason="device_down", regret_tokens=1_000, regret_seconds=9.0),), DAY, "lost with the process"),
         ((line(LLAMA, reason="disk_behind", regret_tokens=1_000, regret_seconds=9.0),), DAY, "was too slow or away"),
         (
             (
