@@ -14,6 +14,7 @@ from tests.client.fake_node import FakeNode
 from tests.integrations.connector.living_node import LivingNode, wait_for
 from tierkv.client import Client, connect
 from tierkv.core.identity import Identity, Layout, Parallel
+from tierkv.device.cpu import Carry, CpuBackend, at_once
 from tierkv.device.layouts import PagedLayout
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import NO_PAGE, GroupSpec, Pages, Plan
@@ -115,8 +116,9 @@ class Engine:
         patience_seconds: float = 0.0,
         weights: str = "w",
         device: str | None = None,
+        carry: Carry = at_once,
     ) -> None:
-        """With `device` blocks are copied between pages and that pool of the node."""
+        """With `device` blocks are copied between pages and that pool of the node, as `carry` does it."""
         self.node = node
         self.ranks = ranks
         self.spec = make_spec(ranks=ranks, page_groups=page_groups, weights=weights)
@@ -124,6 +126,9 @@ class Engine:
         self.fence, self.worker_fence = Fence(), Fence()
         self._clients = [connect(node.directory, timeout_seconds=20) for _ in range(ranks + 1)]
         self.client = self._clients[0]
+        if device is not None:
+            for client in self._clients:
+                client._state.pool(device)._open_backend = lambda name: CpuBackend(carry)
         self.scheduler = PrefixScheduler(
             self.client,
             SchedulerSettings(

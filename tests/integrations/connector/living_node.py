@@ -16,26 +16,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.integrations.connector.living_pool import LivingPool
+from tierkv.core.addresses import pool_bases
 from tierkv.node.arena import PAGE_BYTES, SharedMemory, make_arena, make_generations, open_read_only
 from tierkv.node.control import (
     AnyControlMessage,
     Begin,
     Control,
     ControlMessage,
+    DeviceMapped,
     FrontSettings,
     Ping,
     Ready,
     SessionClosed,
     SessionEnded,
     SessionOpened,
+    WorkerDied,
+    WorkerName,
+    WorkerStarted,
     control_pair,
 )
 from tierkv.node.front import Front
-from tierkv.node.sessions import Asked, Ended, HungUp, Memory, Sessions
+from tierkv.node.sessions import Asked, AskedDevice, Ended, HungUp, Memory, Sessions
 from tierkv.node.socket_folder import listen_for_sessions, node_endpoint
 from tierkv.wire.frames import decode_request
 from tierkv.wire.messages import Request
@@ -86,10 +92,12 @@ class _WatchedFront(Front):
 class _Incarnation:
     """Memory, and a front on a thread of its own."""
 
-    def __init__(self, number: int, directory: Path, host_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, number: int, directory: Path, host_bytes: int, slab_bytes: int, pool_bytes: int) -> None:
         self.number = number
         self.arena: SharedMemory = make_arena(host_bytes)
-        self._generations = make_generations(host_bytes)
+        devices = (pool_bytes,) if pool_bytes else ()
+        self.pool_base, address_bytes = (*pool_bases(host_bytes, slab_bytes, devices), 0)[:2]
+        self._generations = make_generations(address_bytes or host_bytes)
         self._read_only_fd = open_read_only(self._generations.fd)
         self._endpoint = node_endpoint(directory)
         self._lock = threading.Lock()
@@ -115,6 +123,8 @@ class _Incarnation:
             metrics_port=None,
             metrics_host="127.0.0.1",
             log_level="warning",
+            gpu_devices=("cpu",) if pool_bytes else (),
+            gpu_bytes=pool_bytes,
         )
         begin = Begin(
             settings=settings,
@@ -133,9 +143,9 @@ class _Incarnation:
         assert found is not None
         assert isinstance(found[0], Ready)
 
-    def tell(self, message: ControlMessage) -> None:
+    def tell(self, message: ControlMessage, descriptors: tuple[int, ...] = ()) -> None:
         with self._lock:
-            self._control.send(message)
+            self._control.send(message, descriptors)
             self._control.flush()
 
     def call(self, command: Callable[[], T]) -> T:
@@ -179,27 +189,37 @@ class LivingNode:
     """Up when the constructor returns. Serves this process's clients in `directory`."""
 
     def __init__(
-        self, directory: Path, *, host_bytes: int = 64 * PAGE_BYTES, slab_bytes: int = 16 * PAGE_BYTES
+        self,
+        directory: Path,
+        *,
+        host_bytes: int = 64 * PAGE_BYTES,
+        slab_bytes: int = 16 * PAGE_BYTES,
+        pool_bytes: int = 0,
     ) -> None:
+        """With `pool_bytes` it has a pool of the device "cpu"."""
         self.directory = directory
         self._slab_bytes = slab_bytes
         self._host_bytes = host_bytes
         self._numbers = 0
         self._incarnation: _Incarnation | None = None
         self._supervisor: _SessionThread | None = None
+        self._pool_bytes = pool_bytes
+        self._pool: LivingPool | None = None
+        self._epochs = 0
         self.come()
 
     def come(self) -> None:
         """Start, with nothing in memory."""
         assert self._incarnation is None
         self._begin()
-        self._supervisor = _SessionThread(self.directory, lambda: self._now_living)
+        self._supervisor = _SessionThread(self.directory, lambda: self._now_living, lambda: self._pool)
 
     def go(self) -> None:
         """As after a kill -9 of all its processes: clients see the end of their sockets."""
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
+        self._end_pool()
         if self._incarnation is not None:
             self._incarnation.close()
             self._incarnation = None
@@ -208,13 +228,48 @@ class LivingNode:
         """A new front with a new arena, under the same supervisor."""
         assert self._supervisor is not None
         before = self._now_living.number
+        self._end_pool()
         self._now_living.close()
         self._begin()
         self._supervisor.tell_ended(before)
 
     def _begin(self) -> None:
         self._numbers += 1
-        self._incarnation = _Incarnation(self._numbers, self.directory, self._host_bytes, self._slab_bytes)
+        self._incarnation = _Incarnation(
+            self._numbers, self.directory, self._host_bytes, self._slab_bytes, self._pool_bytes
+        )
+        if self._pool_bytes:
+            self._start_pool()
+
+    def kill_pool(self) -> None:
+        """kill -9 of the device's worker, at whatever it is, and another one in its place."""
+        self._end_pool()
+        self._start_pool()
+
+    def _start_pool(self) -> None:
+        living = self._now_living
+        self._epochs += 1
+        pool = LivingPool(
+            living.arena.fd, self._host_bytes, self._pool_bytes, epoch=self._epochs, base=living.pool_base
+        )
+        with pool.front_end:
+            started = WorkerStarted(
+                worker=WorkerName.DEVICE, device=0, pid=self._epochs, restarts=self._epochs - 1, sends_rows=False
+            )
+            living.tell(started, (pool.front_end.fileno(),))
+        wait_for(lambda: self.look(lambda state: state.device_tiers()[0].capacity_bytes) > 0, "the core knows the pool")
+        self._pool = pool
+
+    def _end_pool(self) -> None:
+        with self._supervisor.paused() if self._supervisor is not None else nullcontext() as sessions:
+            pool, self._pool = self._pool, None
+            if pool is None:
+                return
+            pool.kill()
+            died = WorkerDied(worker=WorkerName.DEVICE, device=0, pid=pool.epoch, problem="killed")
+            self._now_living.tell(died)
+            if sessions is not None:
+                sessions.tell_pool_ended(0, pool.epoch)
 
     close = go
 
@@ -315,8 +370,11 @@ class LivingNode:
 class _SessionThread:
     """What of a supervisor a client meets."""
 
-    def __init__(self, directory: Path, living: Callable[[], _Incarnation]) -> None:
+    def __init__(
+        self, directory: Path, living: Callable[[], _Incarnation], pool: Callable[[], LivingPool | None]
+    ) -> None:
         self._living = living
+        self._pool = pool
         self._sessions = Sessions(listen_for_sessions(directory))
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
@@ -327,6 +385,12 @@ class _SessionThread:
     def tell_ended(self, incarnation: int) -> None:
         with self._lock:
             self._sessions.tell_ended(incarnation)
+
+    @contextmanager
+    def paused(self) -> Iterator[Sessions]:
+        """Nobody is granted anything meanwhile."""
+        with self._lock:
+            yield self._sessions
 
     def close(self) -> None:
         self._is_over = True
@@ -356,6 +420,13 @@ class _SessionThread:
                         SessionOpened(token=token, pid=knock.pid, client=hello.client, maps_arena=hello.maps_arena)
                     )
                     self._sessions.grant(knock, token, living.memory)
+                case AskedDevice(session, _asked):
+                    pool = self._pool()
+                    if pool is None or session.incarnation != living.number:
+                        self._sessions.refuse_pool(session, "pool_down", "it is away")
+                    else:
+                        living.tell(DeviceMapped(token=session.token, device=0))
+                        self._sessions.grant_pool(session, pool.grant, pool.memory.fd)
                 case HungUp(session) if session.incarnation == living.number:
                     living.tell(SessionClosed(token=session.token))
                 case Ended(session) if session.incarnation == living.number:

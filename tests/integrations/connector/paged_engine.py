@@ -17,6 +17,7 @@ import numpy as np
 
 from tests.integrations.connector.kit import BLOCK_TOKENS, POISON, Engine, make_spec, page_of
 from tests.integrations.connector.living_node import LivingNode, wait_for
+from tierkv.device.cpu import Carry, at_once
 from tierkv.integrations.connector.plan import NO_PAGE, GroupSpec, Pages
 from tierkv.integrations.connector.scheduler import Scheduled
 
@@ -84,9 +85,26 @@ class Request:
 
 class PagedEngine:
     def __init__(
-        self, node: LivingNode, *, weights: str, ranks: int, page_groups: int, num_pages: int, has_prefix_cache: bool
+        self,
+        node: LivingNode,
+        *,
+        weights: str,
+        ranks: int,
+        page_groups: int,
+        num_pages: int,
+        has_prefix_cache: bool,
+        device: str | None = None,
+        carry: Carry = at_once,
     ) -> None:
-        self._engine = Engine(node, ranks=ranks, page_groups=page_groups, num_pages=num_pages, weights=weights)
+        self._engine = Engine(
+            node,
+            ranks=ranks,
+            page_groups=page_groups,
+            num_pages=num_pages,
+            weights=weights,
+            device=device,
+            carry=carry,
+        )
         self._ranks, self._page_groups = ranks, page_groups
         self._pools = [Pool(num_pages, keeps=has_prefix_cache) for _ in range(page_groups)]
         self._generation = 0

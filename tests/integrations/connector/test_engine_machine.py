@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.integrations.connector.kit import BLOCK_TOKENS, count_stored
 from tests.integrations.connector.living_node import LivingNode
+from tests.integrations.connector.living_pool import OvertakingCopies
 from tests.integrations.connector.paged_engine import PagedEngine
 from tierkv.wire.messages import Acquire, Commit, Release, Reserve
 from tierkv.wire.messages import Request as WireRequest
@@ -67,9 +68,11 @@ class Machine(RuleBasedStateMachine):
 
     ranks = 1
     page_groups = 1
+    device: str | None = None
 
     def __init__(self, node: LivingNode, hits: list[int]) -> None:
-        """`hits`: how many requests loaded something, for each example."""
+        """`hits`: how many requests loaded something, for each example; where there is a pool, how many blocks came
+        from it."""
         super().__init__()
         self.node = node
         self.hits = hits
@@ -77,6 +80,7 @@ class Machine(RuleBasedStateMachine):
         self.is_held = False
         self.faults = 0
         self.prompts: list[list[int]] = []
+        self.overtaking = OvertakingCopies()
 
     @initialize(has_prefix_cache=st.booleans(), are_copies_slow=st.booleans())
     def start(self, *, has_prefix_cache: bool, are_copies_slow: bool) -> None:
@@ -87,6 +91,8 @@ class Machine(RuleBasedStateMachine):
             page_groups=self.page_groups,
             num_pages=NUM_PAGES,
             has_prefix_cache=has_prefix_cache,
+            device=self.device,
+            carry=self.overtaking,
         )
         self.before_read = take_long if are_copies_slow else at_once
         for pages in self.engine.kit.pages:
@@ -192,13 +198,32 @@ class Machine(RuleBasedStateMachine):
             for prompt in self.prompts[-3:]:
                 for rank in range(self.ranks):
                     count_stored(self.node, self.engine.spec, prompt, rank=rank, page_groups=self.page_groups)
-            self.hits.append(self.engine.kit.scheduler.counts.hit_requests)
+            self.hits.append(self.count_hits())
         finally:
             self.engine.close()
+            self.overtaking.close()
+
+    def count_hits(self) -> int:
+        return self.engine.kit.scheduler.counts.hit_requests
 
 
 class WindowMachine(Machine):
     page_groups = 2
+
+
+class DeviceMachine(Machine):
+    """The node has a pool whose copies overtake each other, as the engine's do; its process dies at any moment."""
+
+    page_groups = 2
+    device = "cpu"
+
+    @precondition(lambda self: not self.is_held)
+    @rule()
+    def kill_pool(self) -> None:
+        self.node.kill_pool()
+
+    def count_hits(self) -> int:
+        return sum(worker.take_counts().device_loaded_blocks for worker in self.engine.kit.workers)
 
 
 class RanksMachine(Machine):
@@ -206,7 +231,7 @@ class RanksMachine(Machine):
 
 
 @pytest.mark.timeout(0 if IS_LONG else 600)
-@pytest.mark.parametrize("machine", [Machine, WindowMachine, RanksMachine])
+@pytest.mark.parametrize("machine", [Machine, WindowMachine, RanksMachine, DeviceMachine])
 @pytest.mark.scenario(
     "B024",
     then="no page of an engine that was not written is ever computed with",
@@ -216,7 +241,8 @@ def test_an_engine_with_a_cache_computes_with_right_bytes_whatever_happens(
 ) -> None:
     monkeypatch.setattr("tierkv.integrations.connector.worker.STORE_PATIENCE_SECONDS", 0.002)
     with tempfile.TemporaryDirectory(dir=runtime_dir) as directory:
-        node = LivingNode(Path(directory), host_bytes=NODE_BLOCKS * 4096, slab_bytes=8 * 4096)
+        pool_bytes = NODE_BLOCKS * 4096 if machine.device else 0
+        node = LivingNode(Path(directory), host_bytes=NODE_BLOCKS * 4096, slab_bytes=8 * 4096, pool_bytes=pool_bytes)
         hits: list[int] = []
         try:
             run_state_machine_as_test(partial(machine, node, hits), settings=SETTINGS)  # type: ignore[arg-type]

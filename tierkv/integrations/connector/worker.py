@@ -181,6 +181,8 @@ class PrefixWorker:
         self._loader = start_threads(1, "tierkv-load")
         self._storer = start_threads(1, "tierkv-store")
         self._looker = start_threads(1, "tierkv-session")
+        if on_device is not None:  # ahead of the first request, whose blocks shall go there
+            self._look_for_session()
 
     # ---- a step
 
