@@ -75,6 +75,11 @@ class OneProcess:
         """Until vLLM has forgotten every block of its own. It refuses as long as a block is in use, by a copy too."""
         wait_until(lambda: self._call("reset"), "vLLM empties its prefix cache")
 
+    def device_blocks(self) -> tuple[int, int]:
+        """So many blocks have gone into the pool of a device, and so many come from there, since the start."""
+        stored, loaded = self._call("device_blocks")
+        return stored, loaded
+
     def kill(self) -> None:
         """SIGKILL; twice is fine."""
         if self._process is not None:
@@ -125,6 +130,7 @@ class Engine:
         self._side = None if connector is None else connector._scheduler_side
         if self._side is not None:
             self._side._fingerprint.wait(300.0)
+            self._count_on_devices()
 
     def ask(self, *, prompt: list[int], new_tokens: int) -> dict[str, Any]:
         from vllm import SamplingParams
@@ -140,6 +146,26 @@ class Engine:
             "nvme": nvme,
             "failed": failed,
         }
+
+    def device_blocks(self) -> tuple[int, int]:
+        self._take_counts()
+        return self._stored_on_device, self._loaded_from_device
+
+    def _count_on_devices(self) -> None:
+        """vLLM takes what was counted for its statistics, when it likes."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker_side._worker
+        take = worker.take_counts
+
+        def note() -> Any:
+            counts = take()
+            self._stored_on_device += counts.device_stored_blocks
+            self._loaded_from_device += counts.device_loaded_blocks
+            return counts
+
+        self._stored_on_device = self._loaded_from_device = 0
+        self._take_counts = worker.take_counts = note
 
     def reset(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
