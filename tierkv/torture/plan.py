@@ -141,7 +141,7 @@ ON_DEVICE = Conditions(
             committed="front",
         ),
         *scenarios(while_promoting, read_half="gpu0"),
-        *scenarios(one_after_the_other, gpu0="front", front="gpu0"),
+        *scenarios(one_after_the_other, gpu0="front"),
         *scenarios(beside_one_that_stands_still, gpu0="front", front="gpu0"),
         *scenarios(ticket_not_committed, reserved="engine"),
         *scenarios(inside_a_lease, leased="engine"),
