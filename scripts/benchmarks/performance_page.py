@@ -1,4 +1,5 @@
-"""Prints docs/performance.md from docs/performance.json, which is what `scripts/bench vllm --json` wrote."""
+"""Prints docs/performance.md from docs/performance.json and docs/lossless.json: what `scripts/bench vllm --json` and
+`scripts/bench lossless --json` wrote."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 from benchmarks.report import Answer, Figure, Machine, Report
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "performance.json"
+LOSSLESS = REPORT.with_name("lossless.json")
 
 ALONE = "vLLM alone"
 
@@ -47,8 +49,35 @@ step each (processor time in brackets).
 """
 
 
+LOSSLESS_HEAD = """\
+## Smaller files
+
+What `nvme_codec` and `disk_codec` = `zstd` make of the KV of a real model that has read a page of this documentation,
+from `scripts/bench lossless --json FILE` ([lossless.json](lossless.json)): how many times smaller the blocks are, and
+what a core encodes and decodes in GB of blocks a second, by processor time. *ours* is what is written; beside it are
+zstd's levels as they come, and both without planes, that is over the blocks as they lie.
+"""
+
+
 def main() -> None:
     print("\n".join(page(msgspec.json.decode(REPORT.read_bytes(), type=Report))))
+    print("\n".join(lossless(msgspec.json.decode(LOSSLESS.read_bytes(), type=Report))))
+
+
+def lossless(report: Report) -> Iterator[str]:
+    """How much smaller files become by a codec: a row for each element type."""
+    (answer,) = (answer for answer in report.answers if answer.benchmark == "lossless")
+    yield ""
+    yield LOSSLESS_HEAD
+    yield from (f"* {remark.text}" for remark in answer.remarks)
+    yield f"* {_machine(report.machine)}; {report.started[:10]}, {report.machine.commit}"
+    yield (
+        f"* Others used {answer.busy_before:.0f} % of the cores just before and {answer.busy_after:.0f} % just after: the"
+        " rates are less than they would be alone"
+    )
+    for part, title in (("ratio", "times smaller"), ("encode", "encoded, GB/s"), ("decode", "decoded, GB/s")):
+        figures = [figure for figure in _of(answer, "lossless") if figure.labels["part"] == part]
+        yield from _table(title, figures, ("element",), lambda figure: f"{figure.value:.2f}")
 
 
 def page(report: Report) -> Iterator[str]:

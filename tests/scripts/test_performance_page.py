@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.performance_page import page
+import msgspec
+from benchmarks.performance_page import LOSSLESS, lossless, page
 from benchmarks.report import Answer, Figure, Machine, Remark, Report, of_seconds, of_values
 
 MACHINE = Machine(
@@ -76,3 +77,44 @@ def test_an_overhead_comes_with_the_interval_of_its_median() -> None:
         },
     )
     assert "| 2,000 tokens, first token | +2.0 % (-1.5 .. +3.2, 96 %) |" in lines_of(figure)
+
+
+def test_the_lossless_codec_has_a_table_for_each_part_with_a_column_for_each_variant() -> None:
+    figures = tuple(
+        of_values(
+            f"{element}, {system}: {part}",
+            [value],
+            unit="x",
+            labels={"what": "lossless", "element": element, "system": system, "part": part},
+        )
+        for part, value in (("ratio", 1.45), ("encode", 0.8), ("decode", 1.5))
+        for element, systems in (("bfloat16", ("ours", "level 1")), ("fp8", ("ours",)))
+        for system in systems
+    )
+    answer = Answer(
+        benchmark="lossless", question="q?", seconds=1, busy_before=3, busy_after=4, figures=figures,
+        remarks=(Remark("a model"),),
+    )  # fmt: skip
+    report = Report(machine=MACHINE, started="2026-11-30 12:00:00+0000", quick=False, answers=(answer,))
+    lines = "\n".join(lossless(report)).splitlines()
+    assert "* a model" in lines
+    assert "| times smaller | ours | level 1 |" in lines
+    assert "| bfloat16 | 1.45 | 1.45 |" in lines
+    assert "| fp8 | 1.45 |  |" in lines
+    assert "| encoded, GB/s | ours | level 1 |" in lines
+    assert "| decoded, GB/s | ours | level 1 |" in lines
+
+
+def test_what_was_measured_of_the_lossless_codec_is_whole() -> None:
+    """Ours is no larger than by any level of the same planes, but for what is too small to be told."""
+    measured = msgspec.json.decode(LOSSLESS.read_bytes(), type=Report)
+    assert measured.is_good
+    assert not measured.quick
+    ratios = {
+        (figure.labels["element"], figure.labels["system"]): figure.value
+        for figure in measured.answers[0].figures
+        if figure.labels["part"] == "ratio"
+    }
+    assert {element for element, _ in ratios} == {"bfloat16", "float32", "bfloat16 as fp8"}
+    for (element, system), ratio in ratios.items():
+        assert ratios[element, "ours"] > 0.99 * ratio, (element, system)
