@@ -72,8 +72,8 @@ def lossless(report: Report) -> Iterator[str]:
     yield from (f"* {remark.text}" for remark in answer.remarks)
     yield f"* {_machine(report.machine)}; {report.started[:10]}, {report.machine.commit}"
     yield (
-        f"* Others used {answer.busy_before:.0f} % of the cores just before and {answer.busy_after:.0f} % just after: the"
-        " rates are less than they would be alone"
+        f"* Others used {answer.busy_before:.0f} % of the cores just before and {answer.busy_after:.0f} % just after: "
+        "the rates are less than they would be alone"
     )
     for part, title in (("ratio", "times smaller"), ("encode", "encoded, GB/s"), ("decode", "decoded, GB/s")):
         figures = [figure for figure in _of(answer, "lossless") if figure.labels["part"] == part]
