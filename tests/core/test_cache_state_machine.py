@@ -449,9 +449,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert effect.blocks > 0
                 if effect.tier == "gpu":
                     pass  # what is pinned stays in host memory, or on NVMe
-                elif (
-                    effect.tier != "disk" and effect.to != "disk"
-                ):  # beyond what pins may hold of NVMe it goes on there
+                # What is beyond what pins may hold of NVMe goes on to the disk tier.
+                elif effect.tier != "disk" and effect.to != "disk":
                     assert not self.is_pinned(effect.tier, effect.key), "pinned, and evicted"
                 elif effect.to == "dropped":
                     assert not self.is_pinned("nvme", effect.key), "pinned, and evicted from the last tier"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt, stamps
+from tierkv.core.explain import Question
 from tierkv.core.grants import PENDING, Committed, Evicted, Lease, Refused, Reservation, SealReady, Waiting
 from tierkv.core.instructions import Download, Upload, Zero
-from tierkv.core.purge_scope import OfTenant
+from tierkv.core.journal import Balances
+from tierkv.core.purge_scope import OfPrefix, OfTenant
 from tierkv.core.purges import PurgePhase, PurgeState
 from tierkv.core.reasons import Reason
 
@@ -468,3 +471,258 @@ def test_a_purge_is_not_over_while_a_lease_holds_slots_on_a_device() -> None:
     bench.copy()
     assert phase(bench) is PurgePhase.GONE
     assert not bench.arena
+
+
+# ---- the device's copy as the only one
+
+
+def only_on_device(bench: Bench, *tokens: int) -> Prompt:
+    """Host memory has given it up for others, since the device has it."""
+    prompt = bench.prompt(*tokens)
+    store(bench, prompt)
+    bench.tick(1.0)
+    for at in range(bench.limits.host_bytes // PAGE // 2):
+        bench.store(bench.prompt(100 + 2 * at, 101 + 2 * at))
+    assert bench.match(prompt) == (len(tokens), 0)
+    return prompt
+
+
+def test_host_memory_gives_up_what_the_device_has_whole() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    (evicted,) = [notice for notice in bench.notices if isinstance(notice, Evicted)]
+    assert (evicted.tier, evicted.to, evicted.blocks) == ("host", "gpu", 2)
+    lease = bench.load(prompt, on_device=True)
+    assert (lease.blocks, lease.device_blocks) == (2, 2)
+    trace = bench.state.explain(Question(of=prompt.group, keys=prompt.keys)).trace
+    assert trace is not None
+    assert [stretch.tiers for stretch in trace.stretches] == [("gpu",)]
+
+
+def test_who_has_not_mapped_the_device_waits_for_the_copy_to_host_memory() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    answer = bench.acquire(prompt)
+    assert answer == Waiting()
+    bench.copy()
+    lease = bench.ready()
+    bench.check_lease(prompt, lease)
+    assert (lease.blocks, lease.device_blocks, lease.nvme_blocks) == (2, 0, 0)
+    assert bench.state.counts.fetched_blocks == 2
+    assert bench.state.counts.hit_tokens["gpu"] == 2
+
+
+def test_who_waits_for_a_copy_that_fails_gets_what_is_there() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    assert bench.acquire(prompt) == Waiting()
+    (worker,) = bench.devices
+    worker.run(worker.waiting[0], Reason.IO_ERROR)
+    bench.copy()
+    assert (bench.ready().blocks, bench.match(prompt)) == (0, (2, 0))
+
+
+def test_who_waits_for_a_copy_when_the_worker_dies_is_answered_and_what_only_the_pool_had_is_gone() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    assert bench.acquire(prompt) == Waiting()
+    bench.lose_device()
+    assert bench.ready().blocks == 0
+    assert bench.match(prompt) == (0, 0)
+    assert bench.state.counts.lost_blocks == {Reason.DEVICE_DOWN: 2}
+
+
+def test_a_death_takes_only_what_no_other_tier_has() -> None:
+    bench = bench_with(6, host_slots=6, policy="lru")
+    kept = bench.prompt(7, 8)
+    lost = only_on_device(bench, 1, 2)
+    store(bench, kept)
+    bench.lose_device()
+    assert (bench.match(lost), bench.match(kept)) == ((0, 0), (2, 2))
+
+
+def test_what_leaves_the_device_and_is_nowhere_else_goes_to_host_memory_first() -> None:
+    bench = bench_with(2, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    for token in (100, 102):
+        bench.release(bench.load(bench.prompt(token, token + 1)))
+    bench.tick(1.0)
+    bench.release(bench.load(prompt, on_device=True))  # worth more than what is in host memory
+    bench.tick(1.0)
+    ticket = bench.reserve(bench.prompt(9), on_device=True)
+    assert isinstance(ticket, Reservation)
+    assert on_device(bench, ticket.offsets) == [False]  # not yet
+    bench.copy()
+    assert bench.match(prompt) == (2, 2)
+    assert used(bench) == 0
+    again = bench.reserve(bench.prompt(10), on_device=True)
+    assert isinstance(again, Reservation)
+    assert on_device(bench, again.offsets) == [True]
+
+
+def test_an_operator_evicts_from_devices_and_loses_nothing() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    both = bench.prompt(9)
+    store(bench, both)
+    preview = bench.state.preview_eviction("gpu", 0, "", bench.now)
+    assert preview.used_bytes == 0
+    assert sorted((victim.key, victim.to, victim.blocks) for victim in preview.victims) == sorted(
+        [(prompt.key(0), "host", 2), (both.key(0), "host", 1)]
+    )
+    assert used(bench) == 3
+    bench.release(bench.load(prompt, on_device=True))
+    state, effects = bench.state.evict("gpu", 0, "", bench.now)
+    bench.absorb(effects)
+    assert (state.finished, state.lost_tokens) == (True, 0)
+    bench.copy()
+    assert used(bench) == 0
+    assert bench.match(prompt) == (2, 2)
+
+
+def test_what_expires_leaves_devices_too() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    bench.seal(prompt)
+    (extent,) = [one for one in bench.state._ledger.tree if one.key == prompt.key(0)]
+    losses = bench.state._cascade.losses
+    assert losses.may_expire(extent)
+    losses.expire(extent, bench.now)
+    bench.state.check()
+    assert (bench.match(prompt), used(bench)) == ((0, 0), 0)
+
+
+# ---- what every tier promises
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A tier as these tests fill it: how a prompt gets there, and what it uses there."""
+
+    name: str
+    store: Callable[[Bench, Prompt], object]
+
+    def used_bytes(self, bench: Bench) -> int:
+        (tier,) = [tier for tier in bench.state.tiers() if tier.tier == self.name]
+        return tier.used_bytes
+
+    def bench(self) -> Bench:
+        return bench_with(4, host_slots=8, nvme_bytes=1 << 20 if self.name == "nvme" else 0)
+
+
+TIERS = [
+    Tier("gpu", store),
+    Tier("host", Bench.store),
+    Tier("nvme", Bench.store_durably),
+]
+check_tier = pytest.mark.parametrize("tier", TIERS, ids=[tier.name for tier in TIERS])
+
+
+def work(bench: Bench) -> None:
+    bench.copy()
+    bench.work()
+    bench.copy()
+
+
+@check_tier
+def test_a_tier_never_holds_more_than_its_capacity(tier: Tier) -> None:
+    bench = tier.bench()
+    for token in range(0, 60, 2):
+        bench.tick(1.0)
+        tier.store(bench, bench.prompt(token, token + 1))
+        for row in bench.state.tiers():
+            assert row.used_bytes + row.reserved_bytes + row.overhead_bytes <= row.capacity_bytes
+    assert tier.used_bytes(bench) > 0
+
+
+@check_tier
+def test_what_is_leased_stays_in_its_tier(tier: Tier) -> None:
+    bench = tier.bench()
+    prompt = bench.prompt(1, 2)
+    tier.store(bench, prompt)
+    lease = bench.load(prompt, on_device=tier.name == "gpu")
+    for token in range(10, 40, 2):
+        bench.tick(1.0)
+        tier.store(bench, bench.prompt(token, token + 1))
+    bench.check_lease(prompt, lease)
+    assert bench.match(prompt)[0] == 2
+
+
+@check_tier
+def test_what_is_purged_is_found_in_no_tier_and_its_bytes_are_gone(tier: Tier) -> None:
+    bench = tier.bench()
+    prompt = bench.prompt(1, 2)
+    tier.store(bench, prompt)
+    purge(bench)
+    assert bench.match(prompt) == (0, 0)
+    work(bench)
+    assert phase(bench) is PurgePhase.GONE
+    assert (tier.used_bytes(bench), dict(bench.arena), bench.disk.files) == (0, {}, {})
+
+
+@check_tier
+def test_what_is_found_bad_is_kept_in_no_tier(tier: Tier) -> None:
+    bench = tier.bench()
+    prompt = bench.prompt(1, 2)
+    tier.store(bench, prompt)
+    bench.absorb(bench.state.report_bad(prompt.group, prompt.keys, 0, bench.now))
+    work(bench)
+    assert (bench.match(prompt), tier.used_bytes(bench)) == ((0, 0), 0)
+
+
+@check_tier
+def test_an_operator_empties_a_tier(tier: Tier) -> None:
+    bench = tier.bench()
+    for token in (1, 3):
+        tier.store(bench, bench.prompt(token, token + 1))
+        bench.seal(bench.prompt(token, token + 1))
+    assert tier.used_bytes(bench) > 0
+    state, effects = bench.state.evict(tier.name, 0, "", bench.now)
+    bench.absorb(effects)
+    work(bench)
+    assert (state.finished, state.used_bytes, tier.used_bytes(bench)) == (True, 0, 0)
+
+
+@pytest.mark.parametrize("tier", TIERS[:2], ids=["gpu", "host"])  # NVMe's worker posts, when a file is really there
+def test_postings_of_a_tier_come_to_what_it_holds(tier: Tier) -> None:
+    bench = tier.bench()
+    balances = Balances()
+    for token in range(0, 20, 2):
+        bench.tick(1.0)
+        tier.store(bench, bench.prompt(token, token + 1))
+        for posting in bench.state.take_postings(bench.now):
+            balances.fold(posting)
+        assert sum(balances.of_account(tier.name).values()) == tier.used_bytes(bench)
+
+
+def test_a_purge_of_a_prefix_that_died_with_its_device_takes_what_hung_on_it() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    whole = bench.prompt(1, 2, 3)
+    only_on_device(bench, 1, 2)
+    bench.store(whole)
+    assert bench.match(whole) == (3, 0)
+    bench.lose_device()
+    assert bench.match(whole) == (0, 0)
+    (orphan,) = [extent for extent in bench.state._ledger.tree if extent.is_orphan]
+    assert orphan.key == whole.key(2)
+    answer, effects = bench.state.start_purge(b"purge", OfPrefix(whole.key(0).hex()), bench.now)
+    bench.absorb(effects)
+    assert isinstance(answer, PurgeState)
+    bench.work()
+    bench.store(whole.first(2))
+    assert bench.match(whole) == (2, 2)
+
+
+def test_host_memory_full_of_parents_drops_what_only_the_device_has_behind_them() -> None:
+    bench = bench_with(2, host_slots=2, policy="lru", extent_blocks=1)
+    first, second = bench.prompt(1, 2), bench.prompt(3, 4)
+    bench.store(first.first(1))
+    bench.seal(first.first(1))
+    store(bench, first)
+    bench.tick(1.0)
+    bench.store(second.first(1))
+    assert (bench.match(first), bench.match(second)) == ((2, 1), (1, 1))
+    ticket = bench.reserve(second)
+    assert isinstance(ticket, Reservation)
+    assert len(ticket.offsets) == 1
+    assert bench.match(first) == (0, 0)

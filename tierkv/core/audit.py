@@ -109,7 +109,7 @@ def _check_extents(ledger: Ledger) -> None:
         _require(extent.in_tree and extent.key == key == extent.block_key(0), f"not under its key: {story}")
         _require(len(extent.keys) == extent.num_blocks * KEY_BYTES > 0, f"keys and length differ: {story}")
         _require(
-            extent.has_file or extent.host_blocks == extent.num_blocks,
+            extent.has_file or ledger.devices.memory_blocks(extent) == extent.num_blocks,
             f"a block without a usable copy in every rank: {story}",
         )
         _require(extent.longest_host_blocks <= extent.num_blocks, f"more slots than blocks: {story}")

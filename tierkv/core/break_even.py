@@ -52,7 +52,8 @@ class BreakEven:
         extent = segment.extent
         if extent.nvme is FileState.PRESENT or extent.disk is not FileState.PRESENT:
             return 0
-        return sum(max(0, segment.blocks - len(extent.slots[rank])) for rank in ranks) * group.slot_bytes
+        in_memory = self._ledger.devices.in_memory
+        return sum(max(0, segment.blocks - in_memory(extent, rank)) for rank in ranks) * group.slot_bytes
 
     def _seconds_to_compute(self, group: Group, first: int, end: int) -> float:
         tokens = group.block_tokens

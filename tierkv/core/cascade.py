@@ -58,13 +58,23 @@ class Cascade:
         self.nvme_eviction.demote = self.demotions.begin
         self.nvme_eviction.why_no_demotion = self.demotions.why_not
         self._host = HostRoom(ledger, nvme, self.writes)
+        self.devices = DeviceTier(ledger, self._host, self.writes, changes, next_op)
+        self._host.drop_kid = self.devices.drop_only_copy
         self.losses = Losses(
-            ledger, nvme, disk, leaving_nvme, self.disk_eviction, self.writes, self.demotions, self._host, changes
+            ledger,
+            nvme,
+            disk,
+            leaving_nvme,
+            self.disk_eviction,
+            self.writes,
+            self.demotions,
+            self._host,
+            self.devices,
+            changes,
         )
         self.reads = Reads(ledger, nvme, disk, self._host, self.losses, changes, next_op)
         self.break_even = BreakEven(ledger, disk, self.reads)
         self.found = FoundOnDisk(ledger, disk, nvme, self.disk_eviction, self.demotions, self.losses, changes)
-        self.devices = DeviceTier(ledger, changes, next_op)
         self.demotions.lose_source = self.losses.source_is_damaged
         self.demotions.on_files = self.found.demoted
 
@@ -119,7 +129,18 @@ class Cascade:
         self.demotions.pump(now)
 
     def want_read(self, extent: Extent, rank: int, blocks: int, now: float) -> None:
-        self.reads.want(extent, rank, blocks, now)
+        """From files, or where there are none that can be read, from a device."""
+        is_in_files = extent.has_file and self.reads.is_readable(extent)
+        if not is_in_files and self._ledger.devices.longest_of_rank(extent, rank) > len(extent.slots[rank]):
+            self.devices.fetch(extent, rank, blocks, now)
+        else:
+            self.reads.want(extent, rank, blocks, now)
+
+    def is_coming(self, extent: Extent, rank: int) -> bool:
+        """To host memory, from a disk that answers or from a device."""
+        return self.devices.is_fetching(extent, rank) or (
+            self.reads.is_readable(extent) and self.reads.is_reading(extent, rank)
+        )
 
     def retry(self, now: float) -> None:
         self.nvme.retry(now)

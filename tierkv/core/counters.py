@@ -48,6 +48,8 @@ class Counters:
     landed_blocks: int = 0  # stored on a device, and copied into host memory
     dropped_landings: Counter[str] = field(default_factory=Counter)  # blocks that did not get there, by reason
     uploaded_blocks: int = 0  # copied from host memory to a device
+    fetched_blocks: int = 0  # copied from a device to host memory, because they were wanted there or left the device
+    lost_blocks: Counter[str] = field(default_factory=Counter)  # that only a device had, by why it has them no more
     failed_copies: Counter[str] = field(default_factory=Counter)  # between host memory and a device, by reason
     purges: int = 0
     purged_blocks: int = 0

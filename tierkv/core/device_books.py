@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from typing import TYPE_CHECKING
 
 from tierkv.core.addresses import pool_bases
@@ -203,6 +203,34 @@ class DeviceBooks:
         """Blocks of the rank on some device."""
         return max((len(slots) for (_, of), slots in self.places(extent).items() if of == rank), default=0)
 
+    def in_memory(self, extent: Extent, rank: int) -> int:
+        """Blocks of the rank that host memory has, or some device."""
+        host = len(extent.slots[rank])
+        return max(host, self.longest_of_rank(extent, rank)) if extent in self.copies else host
+
+    def memory_blocks(self, extent: Extent) -> int:
+        """That every rank has in host memory or on a device."""
+        if extent not in self.copies:
+            return extent.host_blocks
+        return min(self.in_memory(extent, rank) for rank in range(len(extent.slots)))
+
+    def blocks(self, extent: Extent) -> int:
+        """That every rank has on a device."""
+        if extent not in self.copies:
+            return 0
+        return min(self.longest_of_rank(extent, rank) for rank in range(len(extent.slots)))
+
+    def is_whole(self, extent: Extent) -> bool:
+        """Nothing else is needed to have all of it."""
+        return extent in self.copies and self.blocks(extent) == extent.num_blocks
+
+    def blocks_without(self, extent: Extent, device: int, remaining: int) -> int:
+        """That every rank has in memory once the device has given up those from `remaining` on."""
+        lengths = [len(slots) for slots in extent.slots]
+        for (on, rank), slots in self.places(extent).items():
+            lengths[rank] = max(lengths[rank], min(len(slots), remaining) if on == device else len(slots))
+        return min(lengths)
+
     def append(self, extent: Extent, device: int, rank: int, slots: list[int]) -> None:
         before = self.longest(extent, device)
         own = self.copies.setdefault(extent, {})
@@ -278,14 +306,18 @@ class DeviceBooks:
             orders[slot_bytes, pinned] = self._ledger.new_order()
         return orders[slot_bytes, pinned]
 
-    def floor(self, extent: Extent, device: int) -> int | None:
-        """The block from which on its copies on the device may go; None: none may."""
+    def has_kids(self, branch: Branch, device: int) -> bool:
+        """Whether some that hang there have copies on the device."""
+        return self._kids[branch, device] > 0
+
+    def floor(self, extent: Extent, device: int, has_kids: Callable[[Branch], bool] | None = None) -> int | None:
+        """The block from which on its copies on the device may go, if need be to host memory; None: none may."""
         longest = self.longest(extent, device)
         if not extent.in_tree or not longest or self.filling[extent, device]:
             return None
         floor = extent.held_blocks
         for branch in extent.branch_points:
-            if self._kids[branch, device]:
+            if self._kids[branch, device] if has_kids is None else has_kids(branch):
                 floor = max(floor, branch.index + 1)
         return floor if floor < longest else None
 

@@ -3,45 +3,33 @@
     reserve     a device slot beside the host slot, as far as there is room for what ranks so high
     landing     committed on a device: copied into the host slots; then it is published as any commit is
     promotion   what a lease from a device has hit there in host memory: copied into the pool, for the next one
+    fetch       what is wanted in host memory and only a device has, copied there
+    demotion    a fetch of what is to leave its device and is nowhere else: the device's slots go when it has ended
 
 Nobody waits for a promotion. What is in a pool leaves it by the order in force, one order for each device and size.
+Host memory may give up what a device has whole, so that a device's copy may be the only one; then it goes down before
+it goes, unless it ranks below all that is in host memory.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 
 from tierkv.core.changes import Changes
-from tierkv.core.device_books import DevicePool
 from tierkv.core.extent import Extent
-from tierkv.core.grants import Evicted, Segment, TicketState
-from tierkv.core.instructions import AnyReport, CopyDone, Download, OnDevice, OpFailed, Upload, Zero, Zeroed
+from tierkv.core.grants import Evicted, TicketState
+from tierkv.core.host_room import HostRoom
+from tierkv.core.instructions import AnyReport, CopyDone, Download, OnDevice, OpFailed, Zero, Zeroed
 from tierkv.core.journal import Account
-from tierkv.core.ledger import Group, Ledger
+from tierkv.core.ledger import Departure, Group, Ledger
 from tierkv.core.left import stay_of_segment
+from tierkv.core.promotions import ADVANTAGE, Promotion, Promotions
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 from tierkv.core.value.order import Rank
 from tierkv.core.wipes import Wipe
-
-ADVANTAGE = 2.0
-"""What comes into a full pool has to be worth more than what goes for it by this factor. The exchange costs a copy over
-the bus, and what it gains is one copy over the bus saved with each use of the one, less one with each use of the other:
-between two that are used nearly as often it never pays, and they would change places with every hit."""
-
-HITS = 2
-"""Of an extent, before something goes for it: the first may be the last."""
-
-PROMOTING_BYTES = 256 * 2**20
-PROMOTING_OPS = 16
-"""Under way to a device at one time: some ten milliseconds of its bus, so that landings are not kept waiting."""
-
-MOST_WANTED = 1_024
-"""Promotions of one device that wait for their turn; of more, the coldest are forgotten."""
+from tierkv.core.write_queue import WriteQueue
 
 MAX_WIPES = 64
 
@@ -53,38 +41,35 @@ class _Landing:
 
 
 @dataclass(slots=True, eq=False)
-class _Promotion:
+class _Fetch:
     extent: Extent
     device: int
     rank: int
     first: int
-    slots: list[int]
-    num_bytes: int
-    unclean: bool = False  # what was purged may lie in its slots until they are filled
+    slots: list[int]  # of host memory
+    demotes: Reason | None = None  # why the device's copies go when it has ended
+    unclean: bool = False
 
     @property
     def who(self) -> tuple[str, int, int]:
-        return "upload", self.device, self.rank
-
-
-_Wanted = tuple[Extent, int, int]
-"""Extent, device, rank."""
+        return "download", self.device, self.rank
 
 
 class DeviceTier:
-    def __init__(self, ledger: Ledger, changes: Changes, next_op: Callable[[], int]) -> None:
+    def __init__(
+        self, ledger: Ledger, host: HostRoom, writes: WriteQueue, changes: Changes, next_op: Callable[[], int]
+    ) -> None:
         self._ledger = ledger
         self._books = ledger.devices
+        self._host = host
+        self._writes = writes
         self._changes = changes
         self._next_op = next_op
         self._landings: dict[int, _Landing] = {}
-        self._promotions: dict[int, _Promotion] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        self._to_fetch: dict[tuple[Extent, int], int] = {}  # extent and rank of those -> up to how many blocks
         self._wipes: dict[int, tuple[int, Wipe]] = {}  # device, and what it zeroes
-        self._wanted: dict[_Wanted, tuple[int, int]] = {}  # up to how many blocks, and the number of the right entry
-        self._queues: dict[int, list[tuple[float, int, _Wanted]]] = {}  # by device, the hottest first
-        self._numbers = count()
-        self._promoting_bytes: Counter[int] = Counter()
-        self._promoting_ops: Counter[int] = Counter()
+        self.promotions = Promotions(ledger, changes, next_op, self.allocate)
         self.on_landed: Callable[[TicketState, Reason | None, float], None] = lambda ticket, problem, now: None
         """A landing has ended, with a problem or without."""
 
@@ -104,20 +89,32 @@ class DeviceTier:
         ledger.has_let_go = True
         for ticket in ledger.tickets.values():
             ticket.is_device_lost = ticket.is_device_lost or ticket.device == device
-        for key in [key for key in self._wanted if key[1] == device]:
-            del self._wanted[key]
-        self._queues.pop(device, None)
         self._wipes = {op: asked for op, asked in self._wipes.items() if asked[0] != device}
         extents = self._books.close(device)
-        for op, promotion in [(op, one) for op, one in self._promotions.items() if one.device == device]:
-            del self._promotions[op]
-            ledger.unhold(promotion.extent, promotion.who)
-        del self._promoting_bytes[device], self._promoting_ops[device]
+        self.promotions.worker_died(device)
         for op, landing in [(op, one) for op, one in self._landings.items() if one.device == device]:
             del self._landings[op]
             self.on_landed(landing.ticket, Reason.DEVICE_DOWN, now)
+        for op, fetch in [(op, one) for op, one in self._fetches.items() if one.device == device]:
+            del self._fetches[op], self._to_fetch[fetch.extent, fetch.rank]
+            self._give_back(fetch)
         for extent in extents:
+            self._lose(extent, now)
             self._changes.note(extent)
+
+    def _lose(self, extent: Extent, now: float) -> None:
+        """What only the dead worker's pool had is in no tier any more."""
+        ledger = self._ledger
+        left = extent.num_blocks if extent.has_file else self._books.memory_blocks(extent)
+        if not extent.in_tree or left >= extent.num_blocks:
+            return
+        ledger.counts.lost_blocks[Reason.DEVICE_DOWN] += extent.num_blocks - left
+        self._changes.read_problems[extent] = Reason.DEVICE_DOWN
+        ledger.cut_extent(extent, left, Departure("gpu", Reason.DEVICE_DOWN, now))
+        if not left:
+            self._writes.forget_unwritten(extent)
+        elif not extent.sealed:  # it never grows again, lest who holds it finds another branch's blocks in it
+            self._writes.seal(extent, now)
 
     def report(self, report: AnyReport, now: float) -> None:
         match report:
@@ -133,14 +130,16 @@ class DeviceTier:
     def _copy_ended(self, op: int, problem: Reason | None, now: float) -> None:
         """Of a worker that died before its report was read there is nothing left to end."""
         if problem is not None:
-            self._ledger.counts.failed_copies[problem] += op in self._landings or op in self._promotions
+            is_known = op in self._landings or op in self.promotions.under_way or op in self._fetches
+            self._ledger.counts.failed_copies[problem] += is_known
         landing = self._landings.pop(op, None)
         if landing is not None:
             self.on_landed(landing.ticket, problem, now)
-        promotion = self._promotions.pop(op, None)
-        if promotion is not None:
-            self._promoted(promotion, problem)
-        self.pump(now)
+        self.promotions.ended(op, problem)
+        fetch = self._fetches.pop(op, None)
+        if fetch is not None:
+            self._fetched(fetch, problem, now)
+        self.promotions.pump(now)
 
     # ---- room
 
@@ -158,63 +157,260 @@ class DeviceTier:
         if pool.slots is None or not pool.slots.fits(slot_bytes):
             return []
         order = self._books.order(device, slot_bytes, pinned=False)
-        while (have := pool.available(slot_bytes)) < wanted:
+        stuck: dict[Extent, None] = {}  # of which nothing went: they are not asked again
+        going = 0  # slots that are free when they have been copied to host memory
+        while (have := pool.available(slot_bytes)) + going < wanted:
             cheapest = order.cheapest(now)
             if cheapest is None or pool.wiping_bytes >= (wanted - have) * slot_bytes:
-                wanted = have
-            elif not _outranks(rank_of_new(wanted - 1), cheapest, advantage):
+                break
+            if not _outranks(rank_of_new(wanted - 1), cheapest, advantage):
                 wanted -= 1
-            else:
-                victim = order.pop(now)
-                assert victim is not None
-                self._evict(pool, victim, wanted - have, now)
-        return pool.slots.allocate(slot_bytes, wanted)
+                continue
+            victim = order.pop(now)
+            assert victim is not None
+            if victim in stuck:
+                continue
+            follow = self._evict(device, victim, wanted - have - going, now)
+            going += follow
+            if not follow and pool.available(slot_bytes) <= have:
+                stuck[victim] = None
+                order.withdraw(victim)
+        for victim in stuck:
+            self._ledger.reconsider(victim)
+        return pool.slots.allocate(slot_bytes, min(wanted, pool.available(slot_bytes)))
 
-    def _evict(self, pool: DevicePool, extent: Extent, slots_needed: int, now: float) -> None:
-        """From the tail, as few blocks as will do, at most one segment of use."""
-        device = pool.device
-        floor = self._books.floor(extent, device)
+    def _evict(self, device: int, extent: Extent, slots_needed: int, now: float) -> int:
+        """From the tail, as few blocks as will do, at most one segment of use. Returns how many slots follow later:
+        what is nowhere else is copied to host memory first, and dropped where it is not worth what would go for it."""
+        books = self._books
+        floor = books.floor(extent, device)
         if floor is None:
-            return
-        longest = self._books.longest(extent, device)
+            return 0
+        longest = books.longest(extent, device)
         floor = stay_of_segment(extent, floor, longest)
-        lengths = [len(slots) for (on, _), slots in self._books.places(extent).items() if on == device]
+        lengths = [len(slots) for (on, _), slots in books.places(extent).items() if on == device]
         remaining, freed = longest, 0
         while remaining > floor and freed < slots_needed:
             remaining -= 1
             freed += sum(length > remaining for length in lengths)
-        self.leave(extent, device, remaining, now)
+        if self.is_safe(extent, device, remaining):
+            self.leave(extent, device, remaining, now)
+            return 0
+        going = self.demote(extent, device, now)
+        if not going and self._may_drop(extent, longest - 1, now):
+            remaining = max([remaining, *(branch.index + 1 for branch in extent.branch_points if branch.kids)])
+            if remaining < longest:
+                self.leave(extent, device, remaining, now)
+        return going
+
+    def is_safe(self, extent: Extent, device: int, remaining: int) -> bool:
+        """Nothing is lost when the device gives up the blocks from `remaining` on."""
+        return extent.has_file or self._books.blocks_without(extent, device, remaining) == extent.num_blocks
+
+    def _may_drop(self, extent: Extent, index: int, now: float) -> bool:
+        """It ranks below all that would have to leave host memory for it."""
+        order = self._ledger.host_order(self._ledger.group_of(extent).slot_bytes)
+        cheapest = order.cheapest(now)
+        return cheapest is not None and order.rank(extent, index, now) <= cheapest and not self._ledger.pinned(extent)
+
+    def drop_only_copy(self, slot_bytes: int, now: float) -> bool:
+        """Host memory has nothing to give: perhaps because of what hangs on it and only a device has. Drop the first of
+        these that goes; whether there was one."""
+        for pool in self._books.pools:
+            order = self._books.order(pool.device, slot_bytes, pinned=False)
+            passed: list[Extent] = []
+            dropped = False
+            while not dropped and (extent := order.pop(now)) is not None:
+                passed.append(extent)
+                floor = self._books.floor(extent, pool.device)
+                if floor is None or self.is_safe(extent, pool.device, floor) or self._ledger.pinned(extent):
+                    continue
+                floor = max([floor, *(branch.index + 1 for branch in extent.branch_points if branch.kids)])
+                dropped = floor < self._books.longest(extent, pool.device)
+                if dropped:
+                    self.leave(extent, pool.device, floor, now)
+            for extent in passed:
+                self._ledger.reconsider(extent)
+            if dropped:
+                return True
+        return False
+
+    def leave_all(self, extent: Extent, now: float, reason: Reason) -> None:
+        """Off every device, whatever else there is of it."""
+        for device in {on for on, _ in self._books.places(extent)}:
+            if self._books.longest(extent, device):
+                self.leave(extent, device, 0, now, reason)
 
     def leave(self, extent: Extent, device: int, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
-        """Its copies on the device from block `remaining` on go."""
+        """Its copies on the device from block `remaining` on go, and with them what is nowhere else."""
         ledger, books = self._ledger, self._books
         group = ledger.group_of(extent)
-        places = [place for place in books.places(extent) if place[0] == device]
-        blocks = books.longest(extent, device) - remaining
-        freed = sum(max(0, len(books.places(extent)[place]) - remaining) for place in places) * group.slot_bytes
-        ledger.counts.evicted_bytes["gpu", reason] += freed
-        ledger.counts.evicted_blocks["gpu", reason] += blocks
-        in_files = "nvme" if extent.nvme is FileState.PRESENT else "disk"
-        ledger.effects.append(
-            Evicted(
-                group=extent.group,
-                key=extent.block_key(remaining),
-                tier="gpu",
-                to="host" if extent.host_blocks >= remaining + blocks else in_files,
-                blocks=blocks,
-                num_bytes=freed,
-                reason=reason,
-                first_token=extent.first_token + remaining * group.block_tokens,
-                tokens=blocks * group.block_tokens,
-                created=extent.created,
-                last_used=extent.used_at(remaining),
-                hits=extent.hits_at(remaining),
-                value=books.order(device, group.slot_bytes, pinned=False).value(extent, remaining, now),
+        for first, end, num_bytes, to in self.parts(extent, device, remaining):
+            ledger.counts.evicted_bytes["gpu", reason] += num_bytes
+            ledger.counts.evicted_blocks["gpu", reason] += end - first
+            ledger.effects.append(
+                Evicted(
+                    group=extent.group,
+                    key=extent.block_key(first),
+                    tier="gpu",
+                    to=to,
+                    blocks=end - first,
+                    num_bytes=num_bytes,
+                    reason=reason,
+                    first_token=extent.first_token + first * group.block_tokens,
+                    tokens=(end - first) * group.block_tokens,
+                    created=extent.created,
+                    last_used=extent.used_at(first),
+                    hits=extent.hits_at(first),
+                    value=books.order(device, group.slot_bytes, pinned=False).value(extent, first, now),
+                )
             )
-        )
-        for place in places:
+            if to == "dropped":
+                if ledger.has_nvme and group.persistent:
+                    ledger.counts.dropped_unwritten_bytes[reason] += num_bytes
+                ledger.cut_extent(extent, first, Departure("gpu", reason, now))
+                if first == 0:
+                    self._writes.forget_unwritten(extent)
+        for place in [place for place in books.places(extent) if place[0] == device]:
             books.cut(extent, place, remaining, reason, to=Account.COPIED)
         ledger.reconsider(extent)
+
+    def parts(self, extent: Extent, device: int, remaining: int) -> list[tuple[int, int, int, str]]:
+        """What becomes of the device's copies from block `remaining` on: first, end, bytes, and the tier where they
+        still are. The last ones first, which are nowhere else."""
+        books, group = self._books, self._ledger.group_of(extent)
+        lengths = [len(slots) for (on, _), slots in books.places(extent).items() if on == device]
+        longest, blocks = max(lengths, default=0), extent.num_blocks
+        stay = blocks if extent.has_file else min(blocks, books.blocks_without(extent, device, remaining))
+        in_files = "nvme" if extent.nvme is FileState.PRESENT else "disk"
+        elsewhere = in_files if extent.has_file else "gpu"
+        if extent.host_blocks >= min(longest, stay):
+            elsewhere = "host"
+        parts = [(stay, blocks, "dropped"), (remaining, min(longest, stay), elsewhere)]
+        return [
+            (first, end, sum(max(0, min(length, end) - first) for length in lengths) * group.slot_bytes, to)
+            for first, end, to in parts
+            if first < end
+        ]
+
+    # ---- fetches
+
+    def fetch(self, extent: Extent, rank: int, blocks: int, now: float) -> None:
+        """Have the first `blocks` blocks of a rank in host memory, that only a device has."""
+        ledger, books, key = self._ledger, self._books, (extent, rank)
+        if key in self._to_fetch:
+            self._to_fetch[key] = max(blocks, self._to_fetch[key])
+            return
+        group, first = ledger.group_of(extent), len(extent.slots[rank])
+        there = {on: len(slots) for (on, of), slots in books.places(extent).items() if of == rank}
+        device = max(there, key=there.__getitem__, default=-1)
+        until = min(blocks, there.get(device, 0))
+        if until <= first:
+            self._changes.progressed.append(extent)
+            return
+        # Held while room is made for it: the device's copies may be the only ones.
+        who = _Fetch(extent, device, rank, first, []).who
+        ledger.hold(extent, who, until)
+        with group.share.asking(host_bytes=(until - first) * group.slot_bytes):
+            room = self._host.make_room(group.slot_bytes, until - first, now)
+        slots = ledger.pool.allocate(group.slot_bytes, room.slots)
+        if slots:
+            self._begin_fetch(_Fetch(extent, device, rank, first, slots), blocks)
+            return
+        ledger.unhold(extent, who)
+        self._changes.read_problems[extent] = Reason.NO_ROOM
+        self._changes.progressed.append(extent)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """On devices, that go once they have been copied to host memory."""
+        books, there = self._ledger.devices, 0
+        for extent, device in {(one.extent, one.device) for one in self._fetches.values() if one.demotes is not None}:
+            slots = sum(len(slots) for (on, _), slots in books.places(extent).items() if on == device)
+            there += slots * self._ledger.group_of(extent).slot_bytes
+        return there
+
+    def is_fetching(self, extent: Extent, rank: int) -> bool:
+        return (extent, rank) in self._to_fetch
+
+    def demote(self, extent: Extent, device: int, now: float, reason: Reason = Reason.EVICTED) -> int:
+        """Copy to host memory what only this device has, if room can be made for it there by what ranks below. Returns
+        how many slots of the device are free then; 0: it stays as it is."""
+        ledger, books = self._ledger, self._books
+        group = ledger.group_of(extent)
+        missing = {
+            rank: len(slots)
+            for (on, rank), slots in books.places(extent).items()
+            if on == device and len(slots) > len(extent.slots[rank])
+        }
+        if any(self.is_fetching(extent, rank) for rank in missing):
+            return 0
+        wanted = sum(until - len(extent.slots[rank]) for rank, until in missing.items())
+        host_rank = ledger.host_order(group.slot_bytes).rank(extent, books.longest(extent, device) - 1, now)
+        fetches = [_Fetch(extent, device, rank, len(extent.slots[rank]), [], reason) for rank in missing]
+        for fetch in fetches:
+            ledger.hold(extent, fetch.who, missing[fetch.rank])
+        self._host.make_ready(group.slot_bytes, wanted, now, host_rank)
+        if ledger.pool.available(group.slot_bytes) < wanted:
+            for fetch in fetches:
+                ledger.unhold(extent, fetch.who)
+            return 0
+        for fetch in fetches:
+            until = missing[fetch.rank]
+            fetch.slots = ledger.pool.allocate(group.slot_bytes, until - fetch.first)
+            self._begin_fetch(fetch, until)
+        return wanted
+
+    def _begin_fetch(self, fetch: _Fetch, blocks: int) -> None:
+        """It is held by it."""
+        ledger, books, op = self._ledger, self._books, self._next_op()
+        self._fetches[op] = fetch
+        self._to_fetch[fetch.extent, fetch.rank] = blocks
+        there = books.slots(fetch.extent, fetch.device, fetch.rank)
+        download = Download(
+            op=op,
+            block_bytes=ledger.group_of(fetch.extent).block_bytes,
+            slots=books.pools[fetch.device].in_pool(there[fetch.first : fetch.first + len(fetch.slots)]),
+            host=list(fetch.slots),
+        )
+        ledger.effects.append(OnDevice(fetch.device, download))
+
+    def _fetched(self, fetch: _Fetch, problem: Reason | None, now: float) -> None:
+        ledger, extent, rank = self._ledger, fetch.extent, fetch.rank
+        wanted = self._to_fetch.pop((extent, rank))
+        is_wanted = (
+            problem is None
+            and extent.in_tree
+            and len(extent.slots[rank]) == fetch.first
+            and fetch.first + len(fetch.slots) <= extent.num_blocks
+        )
+        if is_wanted:
+            ledger.append_host(extent, rank, fetch.slots, source=Account.COPIED)
+            ledger.counts.fetched_blocks += len(fetch.slots)
+            ledger.has_let_go = ledger.has_let_go or fetch.unclean
+            ledger.unhold(extent, fetch.who)
+        else:
+            self._give_back(fetch)
+        if problem is not None:
+            self._changes.read_problems[extent] = problem
+        elif is_wanted and fetch.demotes is not None:
+            self._leave_after_fetch(extent, fetch.device, fetch.demotes, now)
+        self._changes.note(extent)
+        if is_wanted and extent.in_tree and wanted > len(extent.slots[rank]):
+            self.fetch(extent, rank, wanted, now)
+
+    def _leave_after_fetch(self, extent: Extent, device: int, reason: Reason, now: float) -> None:
+        floor = self._books.floor(extent, device)
+        if floor is not None and self.is_safe(extent, device, floor):
+            self.leave(extent, device, floor, now, reason)
+
+    def _give_back(self, fetch: _Fetch) -> None:
+        """Nothing writes to its slots any more."""
+        ledger, extent = self._ledger, fetch.extent
+        ledger.has_let_go = ledger.has_let_go or fetch.unclean
+        wipe = extent.purged or fetch.unclean
+        ledger.release(fetch.slots, ledger.group_of(extent).slot_bytes, wipe=wipe)
+        ledger.unhold(extent, fetch.who)
 
     # ---- landings
 
@@ -230,122 +426,6 @@ class DeviceTier:
             host=host,
         )
         self._ledger.effects.append(OnDevice(ticket.device, download))
-
-    # ---- promotions
-
-    def note_hit(self, path: list[Segment], devices: dict[int, int], now: float) -> None:
-        """A lease has found these; `devices` are those that its ranks' holders have mapped."""
-        ledger, books = self._ledger, self._books
-        for segment in path:
-            extent = segment.extent
-            for rank, device in devices.items():
-                until = min(segment.blocks, len(extent.slots[rank]))
-                if until <= len(books.slots(extent, device, rank)):
-                    continue
-                has_room = books.pools[device].available(ledger.group_of(extent).slot_bytes) > 0
-                if has_room or self._may_displace(extent):
-                    self._want((extent, device, rank), until, now)
-        self.pump(now)
-
-    def _may_displace(self, extent: Extent) -> bool:
-        return extent.hits >= HITS or self._ledger.pinned(extent)
-
-    def _want(self, key: _Wanted, blocks: int, now: float) -> None:
-        extent, device, _ = key
-        order = self._books.order(device, self._ledger.group_of(extent).slot_bytes, pinned=False)
-        orphan_last, value = order.rank(extent, 0, now)
-        heat = float("inf") if self._ledger.pinned(extent) else value if orphan_last else 0.0
-        number = next(self._numbers)
-        self._wanted[key] = blocks, number
-        queue = self._queues.setdefault(device, [])
-        heapq.heappush(queue, (-heat, number, key))
-        if len(queue) > 2 * MOST_WANTED:
-            ranked = sorted(entry for entry in queue if self._is_right(entry))
-            for *_, one in ranked[MOST_WANTED:]:
-                del self._wanted[one]
-            self._queues[device] = ranked[:MOST_WANTED]
-
-    def _is_right(self, entry: tuple[float, int, _Wanted]) -> bool:
-        known = self._wanted.get(entry[2])
-        return known is not None and known[1] == entry[1]
-
-    def pump(self, now: float) -> None:
-        """Begin what may be begun."""
-        for device, queue in self._queues.items():
-            while queue and self._promoting_ops[device] < PROMOTING_OPS:
-                if self._promoting_bytes[device] >= PROMOTING_BYTES:
-                    break
-                entry = heapq.heappop(queue)
-                if self._is_right(entry):
-                    blocks, _ = self._wanted.pop(entry[2])
-                    self._promote(*entry[2], blocks, now)
-
-    def _promote(self, extent: Extent, device: int, rank: int, blocks: int, now: float) -> None:
-        ledger, books = self._ledger, self._books
-        first = len(books.slots(extent, device, rank))
-        until = min(blocks, len(extent.slots[rank]))
-        if not extent.in_tree or until <= first or ("upload", device, rank) in extent.holds:
-            return
-        group = ledger.group_of(extent)
-        promotion = _Promotion(extent, device, rank, first, [], 0)
-        # Held while room is made for it, or it could be its own victim.
-        ledger.hold(extent, promotion.who, until)
-        wanted = until - first
-        if not self._may_displace(extent):
-            wanted = min(wanted, books.pools[device].available(group.slot_bytes))
-        rank_of, advantage = self._rank_of_promoted(extent, device, first, now)
-        promotion.slots = self.allocate(device, group, wanted, now, rank_of, advantage)
-        if not promotion.slots:
-            ledger.unhold(extent, promotion.who)
-            return
-        op = self._next_op()
-        promotion.num_bytes = len(promotion.slots) * group.slot_bytes
-        self._promotions[op] = promotion
-        self._promoting_ops[device] += 1
-        self._promoting_bytes[device] += promotion.num_bytes
-        books.filling[extent, device] += 1
-        ledger.reconsider(extent)
-        upload = Upload(
-            op=op,
-            block_bytes=group.block_bytes,
-            host=list(extent.slots[rank][first : first + len(promotion.slots)]),
-            slots=books.pools[device].in_pool(promotion.slots),
-        )
-        ledger.effects.append(OnDevice(device, upload))
-
-    def _rank_of_promoted(
-        self, extent: Extent, device: int, first: int, now: float
-    ) -> tuple[Callable[[int], Rank | None], float]:
-        """What its blocks from `first` on rank, and by how much that has to be more: where ranks are no values, a
-        factor of them says nothing."""
-        if self._ledger.pinned(extent):
-            return lambda index: None, ADVANTAGE
-        order = self._books.order(device, self._ledger.group_of(extent).slot_bytes, pinned=False)
-        is_value = order.rank_of_new(extent.kind, self._ledger.seconds_per_byte(extent)) is not None
-        return lambda index: order.rank(extent, first + index, now), ADVANTAGE if is_value else 1.0
-
-    def _promoted(self, one: _Promotion, problem: Reason | None) -> None:
-        ledger, books, extent = self._ledger, self._books, one.extent
-        self._promoting_ops[one.device] -= 1
-        self._promoting_bytes[one.device] -= one.num_bytes
-        books.filling[extent, one.device] -= 1
-        if not books.filling[extent, one.device]:
-            del books.filling[extent, one.device]
-        ledger.has_let_go = ledger.has_let_go or one.unclean
-        is_wanted = (
-            problem is None
-            and extent.in_tree
-            and len(books.slots(extent, one.device, one.rank)) == one.first
-            and one.first + len(one.slots) <= extent.num_blocks
-        )
-        if is_wanted:
-            books.append(extent, one.device, one.rank, one.slots)
-            ledger.counts.uploaded_blocks += len(one.slots)
-        else:
-            wipe = extent.purged or one.unclean
-            books.release(one.slots, ledger.group_of(extent).slot_bytes, wipe=wipe)
-        ledger.unhold(extent, one.who)
-        self._changes.note(extent)
 
     # ---- purging
 
@@ -371,23 +451,32 @@ class DeviceTier:
             pool.slots.unpin_tails(wipe.tails)
         ledger.has_let_go = True
 
+    def _copies(self) -> list[Promotion | _Fetch]:
+        return [*self.promotions.under_way.values(), *self._fetches.values()]
+
     def mark_unclean(self) -> set[int]:
         """Of the copies in flight, whose slots held something before: what they do not fill is wiped."""
-        for promotion in self._promotions.values():
-            promotion.unclean = True
-        return set(self._promotions)
+        for copy in self._copies():
+            copy.unclean = True
+        return {*self.promotions.under_way, *self._fetches}
 
     def still_running(self, ops: set[int]) -> set[int]:
-        return ops & self._promotions.keys()
+        return {op for op in ops if op in self.promotions.under_way or op in self._fetches}
 
     # ---- for the audit
 
     def extents(self) -> set[Extent]:
-        return {promotion.extent for promotion in self._promotions.values()}
+        return {copy.extent for copy in self._copies()}
 
     def slots(self) -> Iterator[tuple[int, str]]:
-        for one in self._promotions.values():
-            yield from ((slot, f"copied from {one.extent!r}") for slot in one.slots)
+        for copy in self._copies():
+            yield from ((slot, f"a copy of {copy.extent!r}") for slot in copy.slots)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the slots of host memory that fetches fill."""
+        group_of = self._ledger.group_of
+        return sum(len(one.slots) * group_of(one.extent).slot_bytes for one in self._fetches.values())
 
     def wipes(self, device: int) -> Iterator[Wipe]:
         yield from (wipe for on, wipe in self._wipes.values() if on == device)
@@ -395,7 +484,8 @@ class DeviceTier:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._landings) + len(self._promotions) + len(self._wanted)
+        ops = len(self._landings) + len(self.promotions.under_way) + len(self._fetches)
+        return ops + self.promotions.num_waiting
 
 
 def _outranks(rank: Rank | None, victim: Rank, advantage: float) -> bool:

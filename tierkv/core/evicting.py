@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from tierkv.core.cascade import Cascade
 from tierkv.core.extent import Branch, Extent
+from tierkv.core.host_room import parts_in_host
 from tierkv.core.ledger import Ledger
 from tierkv.core.left import stay_of_segment
 from tierkv.core.reasons import Reason
@@ -93,7 +94,7 @@ def evict(ledger: Ledger, cascade: Cascade, tier: str, to_bytes: int, fingerprin
         concerned = list(_with_parent(extent))  # when it has left the tree, nobody knows what it hung on
         if tier == "host":
             remaining = there.remaining(extent, state.used_bytes - to_bytes)
-            state.add([there.victim_in_host(extent, remaining)])
+            state.add(there.victims_in_host(extent, remaining))
             cascade.leave_host(extent, remaining, now, Reason.OPERATOR)
         else:
             state.add(there.victims_in_files(extent, tier))
@@ -179,13 +180,14 @@ class _There:
         group = self.ledger.group_of(extent)
         return max(floor, longest - -(-surplus // (group.slot_bytes * group.ranks)))
 
-    def victim_in_host(self, extent: Extent, remaining: int) -> Victim:
-        longest = self.host_blocks(extent)
-        gone = sum(max(0, min(len(slots), longest) - remaining) for slots in extent.slots)
-        below = "nvme" if extent.nvme is FileState.PRESENT else "disk"
-        to = below if extent.has_file else "dropped"
-        num_bytes = gone * self.ledger.group_of(extent).slot_bytes
-        return self._victim(extent, remaining, longest - remaining, num_bytes, to)
+    def victims_in_host(self, extent: Extent, remaining: int) -> list[Victim]:
+        """Two where only the first blocks are on devices as well."""
+        longest, slot_bytes = self.host_blocks(extent), self.ledger.group_of(extent).slot_bytes
+        victims = []
+        for first, end, to in parts_in_host(self.ledger, extent, remaining, longest):
+            gone = sum(max(0, min(len(slots), end) - first) for slots in extent.slots)
+            victims.append(self._victim(extent, first, end - first, gone * slot_bytes, to))
+        return victims
 
     def victims_in_files(self, extent: Extent, tier: str) -> list[Victim]:
         """Two where only the first blocks are in host memory as well."""
@@ -193,7 +195,7 @@ class _There:
             return [self._victim(extent, 0, extent.num_blocks, extent.nvme_bytes, "disk")]
         return [
             self._victim(extent, first, end - first, num_bytes, to)
-            for first, end, num_bytes, to in parts_of_file(extent, tier)
+            for first, end, num_bytes, to in parts_of_file(extent, tier, self.ledger.devices.memory_blocks(extent))
         ]
 
     def _victim(self, extent: Extent, first: int, blocks: int, num_bytes: int, to: str) -> Victim:
@@ -246,7 +248,8 @@ class _Ahead(_There):
             return self.ledger.may_file_go(extent) and (not kids or self.goes_to_disk(extent))
         if extent.disk is not FileState.PRESENT or extent.holds or extent.reading:
             return False
-        is_elsewhere = extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks
+        in_memory = self.ledger.devices.memory_blocks(extent)
+        is_elsewhere = extent.nvme is FileState.PRESENT or in_memory == extent.num_blocks
         return (is_elsewhere or not kids) and not self.ledger.pins.keeps_disk_file(extent)
 
     def _has_file(self, extent: Extent, tier: str) -> bool:
@@ -270,15 +273,15 @@ class _Ahead(_There):
         if tier != "host":
             victims = self.victims_in_files(extent, tier)
             self._off.add((extent, tier))
-            if not extent.host_blocks and victims[0].to == "dropped":
+            if not self.ledger.devices.memory_blocks(extent) and victims[0].to == "dropped":
                 self._gone.add(extent)
             return victims
         remaining = self.remaining(extent, surplus)
-        victim = self.victim_in_host(extent, remaining)
+        victims = self.victims_in_host(extent, remaining)
         self._remaining[extent] = remaining
-        if not remaining and not extent.has_file:
+        if victims[-1].to == "dropped" and not remaining:
             self._gone.add(extent)
-        return [victim]
+        return victims
 
 
 # ---- in which order

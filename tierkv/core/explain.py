@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import islice
+from itertools import islice, pairwise
 from operator import attrgetter
 
 import msgspec
@@ -106,7 +106,7 @@ def trace(ledger: Ledger, group: bytes, keys: bytes, tokens: bytes, *, purged_at
     path = ledger.tree.walk(group, keys)
     cached = path_blocks(path)
     asked = count_keys(keys)
-    stretches = list(_merge(_stretches(path, known)))
+    stretches = list(_merge(_stretches(ledger, path, known)))
     return Trace(
         group=group,
         block_tokens=known.block_tokens,
@@ -129,15 +129,20 @@ def _leading_host_blocks(path: list[Segment]) -> int:
     return blocks
 
 
-def _stretches(path: list[Segment], group: Group) -> Iterator[Stretch]:
-    """One or two an extent: a file has all of its blocks, host memory the first ones."""
+def _stretches(ledger: Ledger, path: list[Segment], group: Group) -> Iterator[Stretch]:
+    """One to three an extent: a file has all of its blocks, host memory and devices the first ones."""
     for segment in path:
         extent = segment.extent
         in_files = tuple(
             tier for tier, state in (("nvme", extent.nvme), ("disk", extent.disk)) if state is FileState.PRESENT
         )
         in_host = min(segment.blocks, extent.host_blocks)
-        for first, end, tiers in ((0, in_host, ("host", *in_files)), (in_host, segment.blocks, in_files)):
+        on_devices = ledger.devices.blocks(extent)
+        if ledger.devices.memory_blocks(extent) > extent.host_blocks:  # some ranks there, and others in host memory
+            on_devices = ledger.devices.memory_blocks(extent)
+        in_memory = {"gpu": min(segment.blocks, on_devices), "host": in_host}
+        for first, end in pairwise(sorted({0, *in_memory.values(), segment.blocks})):
+            tiers = (*(tier for tier, blocks in in_memory.items() if blocks >= end), *in_files)
             if end > first:
                 yield Stretch(
                     first_token=(segment.start + first) * group.block_tokens,

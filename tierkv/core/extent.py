@@ -5,7 +5,8 @@
     nvme    # # # # # # # #        a file per rank, whole or not there
     disk    # # # # # # # # # #    a file per rank, whole or not there; it may go on behind what is known here
 
-Invariant: each block has a usable copy in every rank: a file is PRESENT, or every rank's host length is the extent's.
+Invariant: each block has a usable copy in every rank: a file is PRESENT, or the host length of the rank is the
+extent's, or that on some device is, of which core/device_books.py keeps the books.
 """
 
 from __future__ import annotations

@@ -263,6 +263,7 @@ class LeaseState:
     cached_blocks: int
     host_blocks: int  # resident when it was asked for
     from_disk: tuple[tuple[int, int], ...]  # blocks that only the disk tier had then: first, end
+    from_device: tuple[tuple[int, int], ...]  # and those that were in no file: those not in host memory, on a device
     deadline: float
     revocable: bool
     on_device: bool  # of the device that a holder has mapped it gets what is there

@@ -31,6 +31,8 @@ class HostRoom:
         self._ledger = ledger
         self._nvme = nvme
         self._writes = writes
+        self.drop_kid: Callable[[int, float], bool] = lambda slot_bytes, now: False
+        """Have something dropped that is not in host memory and hangs on what is; whether there was anything."""
 
     def make_room(
         self, slot_bytes: int, count: int, now: float, rank_of_new: Callable[[int], Rank | None] = lambda index: None
@@ -54,6 +56,7 @@ class HostRoom:
                 self._evict_next(slot_bytes, count - have, now)
                 or self._drop_oldest_staged(slot_bytes)
                 or self._take_slab(slot_bytes, None, now)
+                or self.drop_kid(slot_bytes, now)
             ):
                 self._seal_for_room(slot_bytes, now)
                 break
@@ -113,44 +116,47 @@ class HostRoom:
         self.leave(extent, remaining, now)
 
     def leave(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
+        """Its host copies from block `remaining` on go, and with them what is in no file and on no device."""
         ledger = self._ledger
         group = ledger.group_of(extent)
-        has_file = extent.has_file
-        tier_below = "nvme" if extent.nvme is FileState.PRESENT else "disk"
-        freed = sum(max(0, len(slots) - remaining) for slots in extent.slots) * group.slot_bytes
-        blocks = extent.longest_host_blocks - remaining
-        ledger.counts.evicted_bytes["host", reason] += freed
-        ledger.counts.evicted_blocks["host", reason] += blocks
-        ledger.effects.append(
-            Evicted(
-                group=extent.group,
-                key=extent.block_key(remaining),
-                tier="host",
-                to=tier_below if has_file else "dropped",
-                blocks=blocks,
-                num_bytes=freed,
-                reason=reason,
-                first_token=extent.first_token + remaining * group.block_tokens,
-                tokens=blocks * group.block_tokens,
-                created=extent.created,
-                last_used=extent.used_at(remaining),
-                hits=extent.hits_at(remaining),
-                value=ledger.host_order(group.slot_bytes).value(extent, remaining, now),
+        for first, end, to in parts_in_host(ledger, extent, remaining, extent.longest_host_blocks):
+            freed = sum(max(0, min(len(slots), end) - first) for slots in extent.slots) * group.slot_bytes
+            ledger.counts.evicted_bytes["host", reason] += freed
+            ledger.counts.evicted_blocks["host", reason] += end - first
+            ledger.effects.append(
+                Evicted(
+                    group=extent.group,
+                    key=extent.block_key(first),
+                    tier="host",
+                    to=to,
+                    blocks=end - first,
+                    num_bytes=freed,
+                    reason=reason,
+                    first_token=extent.first_token + first * group.block_tokens,
+                    tokens=(end - first) * group.block_tokens,
+                    created=extent.created,
+                    last_used=extent.used_at(first),
+                    hits=extent.hits_at(first),
+                    value=ledger.host_order(group.slot_bytes).value(extent, first, now),
+                )
             )
-        )
-        if has_file:
+            if to == "dropped":
+                self._drop(extent, first, freed, Departure("host", reason, now))
+                continue
             for rank in range(group.ranks):
                 ledger.cut_host(extent, rank, remaining, reason, to=Account.COPIED)
-            if remaining == 0 and self._nvme.is_open:
+            if remaining == 0 and extent.has_file and self._nvme.is_open:
                 extent.tokens = None  # the file's header has them
-        else:
-            if ledger.has_nvme and group.persistent:
-                unwritten = reason if self._nvme.is_writable else Reason.NVME_DEGRADED
-                ledger.counts.dropped_unwritten_bytes[unwritten] += freed
-            ledger.cut_extent(extent, remaining, Departure("host", reason, now))
-            if remaining == 0:
-                self._writes.forget_unwritten(extent)
         ledger.reconsider(extent)
+
+    def _drop(self, extent: Extent, num_blocks: int, num_bytes: int, departure: Departure) -> None:
+        ledger = self._ledger
+        if ledger.has_nvme and ledger.group_of(extent).persistent:
+            unwritten = departure.reason if self._nvme.is_writable else Reason.NVME_DEGRADED
+            ledger.counts.dropped_unwritten_bytes[unwritten] += num_bytes
+        ledger.cut_extent(extent, num_blocks, departure)
+        if num_blocks == 0:
+            self._writes.forget_unwritten(extent)
 
     def _drop_oldest_staged(self, slot_bytes: int) -> bool:
         ledger = self._ledger
@@ -165,6 +171,16 @@ class HostRoom:
         ledger = self._ledger
         for extent in [e for e in ledger.unsealed if ledger.group_of(e).slot_bytes == slot_bytes and not e.holds]:
             self._writes.seal(extent, now)
+
+
+def parts_in_host(ledger: Ledger, extent: Extent, remaining: int, longest: int) -> list[tuple[int, int, str]]:
+    """What becomes of the host copies of blocks [remaining, longest): first, end, and the tier where they still are.
+    The last ones first, which are nowhere else."""
+    if extent.has_file:
+        return [(remaining, longest, "nvme" if extent.nvme is FileState.PRESENT else "disk")]
+    stay = min(longest, max(remaining, ledger.devices.blocks(extent)))
+    parts = [(stay, longest, "dropped"), (remaining, stay, "gpu")]
+    return [(first, end, to) for first, end, to in parts if first < end]
 
 
 def _is_below(rank: Rank | None, victim: Rank | None) -> bool:

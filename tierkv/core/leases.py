@@ -121,6 +121,7 @@ class Leases:
             cached_blocks=cached,
             host_blocks=min(resident, allowed),
             from_disk=tuple(_only_on_disk(path)),
+            from_device=tuple(_in_no_file(path)) if ledger.devices.copies else (),
             deadline=deadline,
             revocable=revocable,
             on_device=on_device,
@@ -272,9 +273,7 @@ class Leases:
         for segment in lease.path:
             missing = [r for r in lease.ranks if self._blocks_here(segment.extent, r, devices) < segment.blocks]
             if missing:
-                return self._cascade.reads.is_readable(segment.extent) and any(
-                    self._cascade.reads.is_reading(segment.extent, rank) for rank in missing
-                )
+                return any(self._cascade.is_coming(segment.extent, rank) for rank in missing)
         return False
 
     def _read_problem(self, lease: LeaseState) -> Reason | None:
@@ -292,8 +291,9 @@ class Leases:
         group = ledger.groups[lease.group]
         tokens = group.block_tokens
         promoted = max(0, blocks - lease.host_blocks)
-        disk_blocks = sum(max(0, min(end, blocks) - max(first, lease.host_blocks)) for first, end in lease.from_disk)
-        nvme_blocks = promoted - disk_blocks
+        disk_blocks = _between(lease.from_disk, lease.host_blocks, blocks)
+        fetched = _between(lease.from_device, lease.host_blocks, blocks)
+        nvme_blocks = promoted - disk_blocks - fetched
         devices = self._devices_of(lease)
         held_ranks = [rank for rank in lease.ranks if rank in lease.holders] if blocks else []
         parts = tuple(self._part(kept, rank, devices) for rank in held_ranks)
@@ -301,7 +301,7 @@ class Leases:
         self._count_asked(group, lease.asked_blocks * tokens, blocks * tokens)
         ledger.counts.hit_tokens["host"] += (blocks - promoted - min(device_blocks, blocks - promoted)) * tokens
         if ledger.devices.pools:
-            ledger.counts.hit_tokens["gpu"] += min(device_blocks, blocks - promoted) * tokens
+            ledger.counts.hit_tokens["gpu"] += (min(device_blocks, blocks - promoted) + fetched) * tokens
         if ledger.has_disk:
             ledger.counts.hit_tokens["disk"] += disk_blocks * tokens
         ledger.counts.hit_tokens["nvme"] += nvme_blocks * tokens
@@ -313,7 +313,7 @@ class Leases:
             self._cascade.writes.used_again(segment.extent, now)
         ledger.hottest.note(kept, now)
         if devices and kept:
-            self._cascade.devices.note_hit(kept, devices, now)
+            self._cascade.devices.promotions.note_hit(kept, devices, now)
         lease.answer = Lease(
             grant=lease.grant,
             blocks=blocks,
@@ -400,6 +400,17 @@ def _only_on_disk(path: list[Segment]) -> Iterator[tuple[int, int]]:
     for segment in path:
         if segment.extent.nvme is not FileState.PRESENT and segment.extent.disk is FileState.PRESENT:
             yield segment.start, segment.start + segment.blocks
+
+
+def _in_no_file(path: list[Segment]) -> Iterator[tuple[int, int]]:
+    for segment in path:
+        if not segment.extent.has_file:
+            yield segment.start, segment.start + segment.blocks
+
+
+def _between(stretches: tuple[tuple[int, int], ...], start: int, stop: int) -> int:
+    """Blocks of them in [start, stop)."""
+    return sum(max(0, min(end, stop) - max(first, start)) for first, end in stretches)
 
 
 def _empty_lease(grant: bytes, cached: int, reason: Reason | None) -> Lease:

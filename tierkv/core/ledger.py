@@ -531,7 +531,7 @@ class Ledger:
         if extent.reading or not self.may_leave_host(extent):
             return None
         floor = max(extent.held_blocks, self.pins.host_blocks(extent))
-        has_file = extent.has_file
+        has_file = extent.has_file or self.devices.is_whole(extent)  # or what is as good
         for branch in extent.branch_points:
             if left.has_host_kids(branch) or (not has_file and left.kids(branch)):
                 floor = max(floor, branch.index + 1)
@@ -603,7 +603,7 @@ class Ledger:
             return False
         if any(branch.disk_kids for branch in extent.branch_points) or self.pins.keeps_disk_file(extent):
             return False
-        is_elsewhere = extent.nvme is FileState.PRESENT or extent.host_blocks == extent.num_blocks
+        is_elsewhere = extent.nvme is FileState.PRESENT or self.devices.memory_blocks(extent) == extent.num_blocks
         return is_elsewhere or not extent.has_kids
 
     def reconsider(self, extent: Extent) -> None:

@@ -285,7 +285,7 @@ class LiveSizing:
         group = self._group(ghost.group)
         if group is None:
             return 0
-        return ghost.blocks * (block_bytes(group) if ghost.tier == "host" else self._file_bytes(group))
+        return ghost.blocks * (block_bytes(group) if ghost.tier in ("gpu", "host") else self._file_bytes(group))
 
     def _file_bytes(self, group: Group) -> int:
         """Of a block in all ranks' files, when its extent is as long as extents may be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tierkv.core.changes import Changes
 from tierkv.core.demotions import Demotions
+from tierkv.core.device_tier import DeviceTier
 from tierkv.core.disk_eviction import DiskEviction
 from tierkv.core.extent import Extent
 from tierkv.core.host_room import HostRoom
@@ -30,6 +31,7 @@ class Losses:
         writes: WriteQueue,
         demotions: Demotions,
         host: HostRoom,
+        devices: DeviceTier,
         changes: Changes,
     ) -> None:
         self._ledger = ledger
@@ -40,6 +42,7 @@ class Losses:
         self._writes = writes
         self._demotions = demotions
         self._host = host
+        self._devices = devices
         self._changes = changes
 
     # ---- expired
@@ -58,6 +61,7 @@ class Losses:
 
     def expire(self, extent: Extent, now: float) -> None:
         """Out of every tier. It `may_expire`."""
+        self._devices.leave_all(extent, now, Reason.EXPIRED)
         if extent.longest_host_blocks:
             self._host.leave(extent, 0, now, Reason.EXPIRED)
         if extent.nvme is FileState.PRESENT:
@@ -111,7 +115,7 @@ class Losses:
 
     def _file_is_lost(self, extent: Extent, tier: str, reason: Reason, now: float) -> None:
         if not extent.has_file:
-            self.cut_safely(extent, extent.host_blocks, Departure(tier, reason, now))
+            self.cut_safely(extent, self._ledger.devices.memory_blocks(extent), Departure(tier, reason, now))
             self._changes.read_problems.setdefault(extent, reason)
 
     def cut_safely(self, extent: Extent, num_blocks: int, departure: Departure) -> None:

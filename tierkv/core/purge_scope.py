@@ -129,7 +129,7 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     if len(found) > 1 or (not found and len(digits) < 2 * KEY_BYTES):
         return NotOne(len(found))
     if not found:
-        return Members(PurgeScope(), True, doubtful=_doubtful(extents, []), named=bytes.fromhex(digits))
+        return _of_nobody_knows_what(ledger, extents, bytes.fromhex(digits))
     ((key, named),) = found.items()
     group = ledger.groups[named]
     members = _below(ledger, named, key, extents)
@@ -139,6 +139,32 @@ def _prefix(ledger: Ledger, digits: str, extents: list[Extent]) -> Members | Not
     scope = PurgeScope(extents=on_disk)
     doubtful = _doubtful([extent for extent in extents if extent.group == named], members.extents)
     return replace(members, scope=scope, groups=[group], is_prefix=True, doubtful=doubtful, named=key)
+
+
+def _of_nobody_knows_what(ledger: Ledger, extents: list[Extent], named: bytes) -> Members:
+    """The block is gone, and what hung on it may still be there: all that hangs on something unknown goes."""
+    adrift = dict.fromkeys(extent for extent in extents if extent.in_tree and extent.is_orphan)
+    todo = list(adrift)
+    while todo:
+        kids = [kid for branch in todo.pop().branch_points for kid in branch.kids if kid not in adrift]
+        adrift.update(dict.fromkeys(kids))
+        todo += kids
+    heads: dict[bytes, list[bytes]] = {}
+    for extent in adrift:
+        heads.setdefault(extent.group, []).append(extent.key)
+    on_disk = tuple(
+        ScopeExtents(ledger.groups[group].spec.identity.weights, group, b"".join(keys))
+        for group, keys in heads.items()
+        if ledger.groups[group].spec.identity.weights
+    )
+    return Members(
+        PurgeScope(extents=on_disk),
+        True,
+        extents=list(adrift),
+        staged=[block for block in ledger.staged.values() if block.index],
+        doubtful=_doubtful(extents, list(adrift)),
+        named=named,
+    )
 
 
 def _doubtful(extents: list[Extent], members: list[Extent]) -> list[Extent]:

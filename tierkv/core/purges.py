@@ -205,14 +205,13 @@ class Purges:
         for block in members.staged:
             group = ledger.groups[block.group]
             host += len(block.slots) * group.slot_bytes
+            gpu += sum(slot in devices.twins for slot in block.slots.values()) * group.slot_bytes
             blocks += 1
             tokens += group.block_tokens
         for ticket in members.tickets:
-            if not ticket.purged:
-                slot_bytes = ledger.groups[ticket.group].slot_bytes
-                in_pools = sum(slot >= devices.first_address for slot in ticket.offsets)
-                gpu += in_pools * slot_bytes
-                host += (len(ticket.offsets) - in_pools) * slot_bytes
+            slot_bytes = ledger.groups[ticket.group].slot_bytes * (not ticket.purged)
+            host += len(ticket.offsets) * slot_bytes
+            gpu += sum(slot in devices.twins for slot in ticket.offsets) * slot_bytes
         return PurgeAbout(now, extents, blocks, tokens, host, nvme, disk, gpu)
 
     def _remove(self, job: _Job, members: Members, now: float) -> None:

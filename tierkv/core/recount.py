@@ -83,4 +83,7 @@ class HostRecount:
         tickets = sum(len(one.offsets) * groups[one.group].slot_bytes for one in ledger.writers())
         staged = sum(len(one.slots) * groups[one.group].slot_bytes for one in ledger.staged.values())
         wiped = sum(wipe.num_bytes - sum(size for _, size in wipe.tails) for wipe in self._wiping.all())
-        return self.host_bytes + tickets + staged + ledger.doomed_bytes + self._cascade.reads.slot_bytes + wiped
+        return self.host_bytes + tickets + staged + ledger.doomed_bytes + self._in_flight_bytes() + wiped
+
+    def _in_flight_bytes(self) -> int:
+        return self._cascade.reads.slot_bytes + self._cascade.devices.host_bytes

@@ -91,8 +91,9 @@ def _cuts(ledger: Ledger, base: int, used: int, below: Rank | None, now: float) 
             return None
         cuts[extent] = remaining
         behind = list(_kids_behind(extent, remaining))
-        if not extent.has_file and any(kid.has_file for kid in behind):
-            return None  # what is in files would be left without its parent
+        stays = extent.has_file or ledger.devices.is_whole(extent)
+        if not stays and any(kid.has_file or kid in ledger.devices.copies for kid in behind):
+            return None  # what is in files or on devices would be left without its parent
         todo += [(kid, 0) for kid in behind if kid.longest_host_blocks]
     return cuts
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 
-from tierkv.core import audit, evicting, warmup
+from tierkv.core import audit, device_evicting, evicting, warmup
 from tierkv.core.auto_pins import AutoPins
 from tierkv.core.cascade import Cascade
 from tierkv.core.counters import Counters
@@ -553,11 +553,16 @@ class CacheState:
     def evict(self, tier: str, to_bytes: int, fingerprint: str, now: float) -> tuple[EvictState, list[Effect]]:
         """Evict a slice from a tier that uses more than `to_bytes`, in the order in force: because an operator says so.
         Ask again until it is finished."""
-        answer = evicting.evict(self._ledger, self._cascade, tier, to_bytes, fingerprint, now)
+        if tier == "gpu":
+            answer = device_evicting.evict(self._ledger, self._cascade, to_bytes, fingerprint, now)
+        else:
+            answer = evicting.evict(self._ledger, self._cascade, tier, to_bytes, fingerprint, now)
         return answer, self._effects_after(now)
 
     def preview_eviction(self, tier: str, to_bytes: int, fingerprint: str, now: float) -> EvictState:
         """What `evict` would do, with its victims; nothing is evicted."""
+        if tier == "gpu":
+            return device_evicting.preview(self._ledger, self._cascade, to_bytes, fingerprint, now)
         return evicting.preview(self._ledger, self._cascade, tier, to_bytes, fingerprint, now)
 
     def start_purge(self, purge: bytes, what: What, now: float) -> tuple[PurgeState | NotOne, list[Effect]]:

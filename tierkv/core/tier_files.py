@@ -296,9 +296,9 @@ class TierFiles:
             unless_used_since=op.unless_used_since,
         )
 
-    @staticmethod
-    def _is_elsewhere(extent: Extent) -> bool:
-        return extent.in_tree and (extent.has_file or extent.host_blocks == extent.num_blocks)
+    def _is_elsewhere(self, extent: Extent) -> bool:
+        in_memory = self._ledger.devices.memory_blocks(extent)
+        return extent.in_tree and (extent.has_file or in_memory == extent.num_blocks)
 
     def remove_done(self, report: RemoveDone | StillUsed) -> Gone | None:
         """What has become of the extent's files, when this was the last of them."""

@@ -13,13 +13,13 @@ from tierkv.core.residency import FileEvent, FileState
 from tierkv.core.tier_files import TierFiles
 
 
-def parts_of_file(extent: Extent, tier: str) -> Iterator[tuple[int, int, int, str]]:
+def parts_of_file(extent: Extent, tier: str, in_memory: int) -> Iterator[tuple[int, int, int, str]]:
     """What becomes of the blocks of a file that goes: first, end, bytes of the file, and the tier where they still are.
-    The last ones first, which are nowhere else."""
+    The last ones first, which are nowhere else. So many are `in_memory`, of the host or of a device."""
     size, other, state = (
         (extent.nvme_bytes, "disk", extent.disk) if tier == "nvme" else (extent.disk_bytes, "nvme", extent.nvme)
     )
-    stay, blocks = extent.host_blocks, extent.num_blocks
+    stay, blocks = in_memory, extent.num_blocks
     if state is FileState.PRESENT:
         yield 0, blocks, size, other
         return
@@ -27,7 +27,7 @@ def parts_of_file(extent: Extent, tier: str) -> Iterator[tuple[int, int, int, st
     if stay < blocks:
         yield stay, blocks, size - bytes_that_stay, "dropped"
     if stay:
-        yield 0, stay, bytes_that_stay, "host"
+        yield 0, stay, bytes_that_stay, "host" if extent.host_blocks >= stay else "gpu"
 
 
 class Leaving:
@@ -45,7 +45,8 @@ class Leaving:
         ledger.counts.evicted_bytes[tier, reason] += books.size(victim)
         ledger.counts.evicted_blocks[tier, reason] += victim.num_blocks
         block_tokens = ledger.group_of(victim).block_tokens
-        for first, end, num_bytes, to in parts_of_file(victim, tier):
+        in_memory = ledger.devices.memory_blocks(victim)
+        for first, end, num_bytes, to in parts_of_file(victim, tier, in_memory):
             ledger.effects.append(
                 Evicted(
                     group=victim.group,
@@ -65,5 +66,5 @@ class Leaving:
             )
         self._files.lose(victim, FileEvent.EVICT, reason)
         if not victim.has_file:
-            ledger.cut_extent(victim, victim.host_blocks, Departure(tier, reason, now))
+            ledger.cut_extent(victim, in_memory, Departure(tier, reason, now))
         self._changes.note(victim)
