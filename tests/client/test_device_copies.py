@@ -319,6 +319,23 @@ def test_a_copy_that_fails_is_a_shorter_answer_and_every_other_one_is_waited_for
         assert (late_pool.is_mapped, again.device_blocks) == (True, 3)
 
 
+def test_an_event_of_the_engine_that_can_not_be_waited_for_is_a_failed_copy_and_no_exception(
+    node: DeviceNode, group: Group, pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_on(pool, group)
+    node.only_in_host(group.keys(TOKENS), (0,))
+
+    def fail(self: CpuBackend, event: object) -> None:
+        raise DeviceError("failed", "an event of another device")
+
+    monkeypatch.setattr(CpuBackend, "wait_for", fail)
+    pages = Pages()
+    with group.acquire(TOKENS, device=pool) as lease:
+        assert lease.copy_into(pages.on(pool)) == 1
+    assert pool.problem == "an event of another device"
+    assert (pages.blocks(3, first=1) == POISON).all()
+
+
 class Failing:
     """A destination in host memory that takes so many blocks, and no more."""
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.client.fake_device import DeviceNode
 from tests.client.fake_node import PAGE, FakeNode
 from tierkv.client import Client, DevicePool, Group, connect
 from tierkv.core.reasons import Reason
+from tierkv.device.cpu import CpuBackend
 from tierkv.errors import DeviceError, ForkedClient
 from tierkv.wire.messages import Acquire, Reserve
 from tierkv.wire.session import DeviceRefused
@@ -163,6 +165,27 @@ def test_a_name_that_means_no_device_is_a_problem_and_no_exception(client: Clien
     pool = client.map_device(name)
     assert (pool.is_mapped, pool.reason) == (False, "no_such_device")
     assert "names no device" in pool.problem
+
+
+def test_a_gpu_is_found_by_its_uuid_among_those_of_this_process(
+    node: DeviceNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def open_gpu(index: int) -> CpuBackend:
+        opened.append(index)
+        made = CpuBackend()
+        made.uuid = "GPU-2"
+        return made
+
+    monkeypatch.setattr("tierkv.device.cuda_driver.Driver", lambda: None)
+    gpus = [SimpleNamespace(uuid="GPU-1", index=0), SimpleNamespace(uuid="GPU-2", index=1)]
+    monkeypatch.setattr("tierkv.device.probe.find_gpus", lambda driver: gpus)
+    monkeypatch.setattr("tierkv.device.backends.cuda_backend", open_gpu)
+    node.changed_grant = {"uuid": "GPU-2"}
+    assert client.map_device("GPU-2").is_mapped
+    assert opened == [1]
+    assert client.map_device("GPU-3").problem == "GPU-3 is not here; there is GPU-1, GPU-2"
 
 
 def test_a_device_that_can_not_be_opened_is_a_problem_and_no_exception(node: DeviceNode, client: Client) -> None:

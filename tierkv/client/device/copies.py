@@ -49,6 +49,13 @@ class Copies:
         except DeviceError as error:
             self._fail(error)
 
+    def follow(self, event: object) -> None:
+        """What is begun from now on runs behind it."""
+        try:
+            self._pool.backend.wait_for(event)
+        except DeviceError as error:
+            self._fail(error)
+
     def complete(self) -> bool:
         """Wait for those begun so far. Whether all that ever began have done what they were to do."""
         pending, self._pending = self._pending, []
@@ -89,7 +96,7 @@ def copy_out_mixed(
     places = np.flatnonzero(in_pool)
     with Copies(pool) as copies:
         if destination is not None:
-            pool.backend.wait_for(destination.after)
+            copies.follow(destination.after)
             for layout, pages, offsets in destination.parts(numbers[places], slots.offsets[places] - pool.base):
                 copies.begin(lambda p=pages, o=offsets, n=layout: pool.backend.scatter(pool.memory, o, n, p))  # type: ignore[misc]
         for first, blocks in slots.runs_at(np.flatnonzero(~in_pool), numbers, slots.readable):
@@ -107,7 +114,7 @@ def copy_in_mixed(
     places = np.flatnonzero(in_pool)
     with Copies(pool) as copies:
         if source is not None:
-            pool.backend.wait_for(source.after)
+            copies.follow(source.after)
             _require_all(source, numbers[places])
             for layout, pages, offsets in source.parts(numbers[places], slots.offsets[places] - pool.base):
                 copies.begin(lambda p=pages, o=offsets, n=layout: pool.backend.gather(n, p, pool.memory, o))  # type: ignore[misc]

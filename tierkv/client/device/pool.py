@@ -258,6 +258,8 @@ def open_device(name: str) -> Backend:
     from tierkv.device.backends import cuda_backend  # noqa: PLC0415 - only a device's user needs these
     from tierkv.device.cpu import CpuBackend  # noqa: PLC0415
 
+    if name.startswith("GPU-"):
+        return cuda_backend(_index_of(name))
     kind, colon, index = name.partition(":")
     if index.isdecimal() or not colon:
         if kind == "cpu":
@@ -267,3 +269,14 @@ def open_device(name: str) -> Backend:
         if kind == "cuda":
             return cuda_backend(int(index or 0))
     raise DeviceError("no_such_device", f"{name!r} names no device; there are cpu, cuda:0, cuda:1 and so on")
+
+
+def _index_of(uuid: str) -> int:
+    """As CUDA counts in this process."""
+    from tierkv.device.cuda_driver import Driver  # noqa: PLC0415 - loads the driver
+    from tierkv.device.probe import find_gpus  # noqa: PLC0415
+
+    there = {gpu.uuid: gpu.index for gpu in find_gpus(Driver())}
+    if uuid not in there:
+        raise DeviceError("no_such_device", f"{uuid} is not here; there is {', '.join(there) or 'no GPU'}")
+    return there[uuid]
