@@ -26,12 +26,6 @@ START_SECONDS = 60.0
 """A process makes its first context in seconds."""
 
 
-@pytest.fixture(autouse=True)
-def ledger() -> None:
-    """In the place of the one for all tests: the driver keeps files and threads of its own, and opens them when it
-    likes."""
-
-
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

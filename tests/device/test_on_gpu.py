@@ -43,12 +43,6 @@ MIB = 2**20
 DONE_SECONDS = 30.0
 
 
-@pytest.fixture(autouse=True)
-def ledger() -> None:
-    """In the place of the one for all tests: the driver keeps files and threads of its own, and opens them when it
-    likes. What these tests make, pools and processes, they see to themselves."""
-
-
 @pytest.fixture(scope="module")
 def backend() -> Iterator[CudaBackend]:
     try:
