@@ -310,7 +310,7 @@ def test_settings_of_gpus_that_can_not_be_meant_are_refused_at_the_start(
 # ---- operators
 
 
-def test_operators_see_it(node: Node) -> None:
+def test_operators_see_it_and_evict_from_it(node: Node) -> None:
     with StampedEngine(node.endpoint, device="cpu") as engine:
         for prompt in range(1, 5):
             engine.store_flushed(prompt, BLOCKS)
@@ -318,3 +318,8 @@ def test_operators_see_it(node: Node) -> None:
         for command in (("status",), ("du",), ("top", "--once")):
             shown = tierkv(*command, *where)
             assert (shown.returncode, "gpu" in shown.stdout) == (0, True), command
+        evicted = tierkv("evict", "--tier", "gpu", "--to", "0", "--yes", *where)
+        assert evicted.returncode == 0, evicted.stderr
+        assert device(node).used_bytes == 0
+        loaded = engine.load(1, BLOCKS)
+        assert loaded.right == BLOCKS  # it is in host memory still
