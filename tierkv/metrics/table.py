@@ -372,6 +372,15 @@ METRICS: tuple[Declared, ...] = (
         _one(lambda s: s.core.uploaded_blocks),
     ),
     Declared(
+        "fetched_blocks_total", "counter", "blocks", (),
+        "Blocks copied from a GPU to host memory, as they were wanted there or had to leave the GPU.",
+        _one(lambda s: s.core.fetched_blocks),
+    ),
+    Declared(
+        "lost_blocks_total", "counter", "blocks", ("reason",), "Blocks that only a GPU had, and that are gone.",
+        _by(lambda s: s.core.lost_blocks),
+    ),
+    Declared(
         "failed_copies_total", "counter", "", ("reason",), "Copies between a GPU and host memory that failed.",
         _by(lambda s: s.core.failed_copies),
     ),
