@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 
 from tests.client.conftest import TOKENS, make_identity
+from tests.client.fake_device import DeviceNode
 from tests.client.fake_node import FakeNode
-from tierkv.client import Client, aio, connect
+from tierkv.client import Client, DevicePages, DevicePool, aio, connect
+from tierkv.client.coding import Decoding
 from tierkv.core.codec import FP8, Fp8, KVShape, coded_layout
 from tierkv.core.identity import Identity
 from tierkv.core.reasons import Reason
+from tierkv.device.layouts import PagedLayout
 from tierkv.errors import ConfigError, LayoutMismatch
 from tierkv.wire.messages import Abort, Commit, OpenGroup, ReportBad
 
@@ -280,3 +284,65 @@ def test_a_raw_and_a_coded_group_of_a_model_share_nothing(client: Client, node: 
         ticket.commit()
     assert raw.match(TOKENS).blocks == 0
     assert coded.match(TOKENS).blocks == 4
+
+
+# ---- with a device
+
+
+class Paged:
+    """An engine's pages of two layers, and the same as raw rows: block i is on page 7 - i."""
+
+    def __init__(self) -> None:
+        self.memory = np.full((2, 8, RAW // 2), 0xFF, np.uint8)
+
+    def read_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        for block, row in enumerate(blocks, first_block):
+            row[:] = self.memory[:, 7 - block].reshape(-1)
+
+    def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
+        for block, row in enumerate(blocks, first_block):
+            self.memory[:, 7 - block] = row.reshape(2, -1)
+
+    def on(self, pool: DevicePool) -> DevicePages:
+        return DevicePages(pool=pool, layouts=[PagedLayout.of(list(self.memory))], pages=[[7, 6, 5, 4]], host=self)
+
+
+@pytest.fixture
+def device_node(node_dir: Path) -> Iterator[DeviceNode]:
+    made = DeviceNode(node_dir)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("in_host", [(), (0,), (1, 3)])
+def test_a_pool_holds_coded_blocks_and_an_engine_s_pages_raw_ones(
+    device_node: DeviceNode, quick: None, in_host: tuple[int, ...]
+) -> None:
+    rows, source, target = raw_rows(4), Paged(), Paged()
+    source.write_blocks(0, rows)
+    with connect(device_node.directory, timeout_seconds=5) as client:
+        group, pool = client.open(coded_identity(), kv_shape=SHAPE), client.map_device("cpu")
+        with group.reserve(TOKENS, device=pool) as ticket:
+            ticket.copy_from(source.on(pool))
+            ticket.commit()
+        device_node.only_in_host(group.keys(TOKENS), in_host)
+        with group.acquire(TOKENS, device=pool) as lease:
+            assert (lease.blocks, lease.device_blocks) == (4, 4 - len(in_host))
+            back = np.zeros_like(rows)
+            assert lease.copy_into(back) == 4
+            assert lease.copy_into(target.on(pool)) == 4
+    assert back.tobytes() == as_read(rows).tobytes()
+    target.read_blocks(0, back)
+    assert back.tobytes() == as_read(rows).tobytes()
+
+
+def test_what_is_damaged_in_front_counts_whatever_is_decoded_first() -> None:
+    rows, coded = raw_rows(4), np.empty((4, CODED), np.uint8)
+    CODEC.encode(rows, coded)
+    coded[[1, 3], :4] = 0
+    back = np.zeros_like(rows)
+    decoding = Decoding(CODEC, back)
+    for begin in (2, 0):
+        decoding.write_blocks(begin, coded[begin : begin + 2])
+    assert (decoding.first_bad, decoding.count_right(4)) == (1, 1)
+    assert back[0].tobytes() == as_read(rows)[0].tobytes()

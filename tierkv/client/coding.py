@@ -17,18 +17,16 @@ STAGING_BYTES = 4 << 20
 
 
 class Decoding:
-    """A destination of coded blocks, in ascending order, which go on raw to `destination`: `first_block` of it is row 0
-    where it is rows."""
+    """A destination of coded blocks, in whatever order, which go on raw to `destination`: row 0 is block 0 where it is
+    rows."""
 
     def __init__(self, codec: BlockCodec, destination: np.ndarray | BlockWriter) -> None:
         self._codec = codec
         self._raw_bytes = sum(codec.raw_bytes)
         self._destination = destination
-        self.first_bad: int | None = None  # what no coding makes: neither it nor what is behind it was delivered
+        self.first_bad: int | None = None  # what no coding makes; what lies behind it may hold anything
 
     def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
-        if self.first_bad is not None:
-            return
         if isinstance(self._destination, np.ndarray):
             right = self._codec.decode(blocks, self._destination[first_block : first_block + len(blocks)])
             self._note(first_block, right, len(blocks))
@@ -47,8 +45,9 @@ class Decoding:
         return blocks if self.first_bad is None else min(blocks, self.first_bad)
 
     def _note(self, first_block: int, right: int, count: int) -> bool:
-        if right < count:
-            self.first_bad = first_block + right
+        bad = first_block + right
+        if right < count and (self.first_bad is None or bad < self.first_bad):
+            self.first_bad = bad
         return right < count
 
 
@@ -61,11 +60,9 @@ class Encoding:
         self._raw_bytes = sum(codec.raw_bytes)
         self._source = source
         self._first_block = first_block
-        self.refused: int | None = None  # it holds a number that is not finite; what came behind it may hold anything
+        self.refused: int | None = None  # one that holds a number that is not finite
 
     def read_blocks(self, first_block: int, blocks: np.ndarray) -> None:
-        if self.refused is not None:
-            return
         if isinstance(self._source, np.ndarray):
             begin = first_block - self._first_block
             self._code(first_block, self._source[begin : begin + len(blocks)], blocks)
