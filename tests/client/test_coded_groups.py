@@ -21,7 +21,7 @@ from tierkv.core.identity import Identity
 from tierkv.core.reasons import Reason
 from tierkv.device.layouts import PagedLayout
 from tierkv.errors import ConfigError, LayoutMismatch
-from tierkv.wire.messages import Abort, Commit, OpenGroup, ReportBad
+from tierkv.wire.messages import Abort, Commit, Holder, OpenGroup, ReportBad
 
 SHAPE = KVShape.head_first(element="float16", layers=2, heads=2, tokens=4, dim=16)
 CODEC = Fp8(SHAPE)
@@ -216,6 +216,23 @@ def test_what_is_revoked_while_it_is_decoded_is_revoked_and_no_damage(either: Ei
     either.do(lease.release())
     assert not node.saw(ReportBad)
     assert either.client.counters.by_reason == {Reason.REVOKED: 1}
+
+
+def test_the_one_who_holds_for_another_reports_damage_by_the_keys_that_it_was_told(
+    either: Either, node: FakeNode
+) -> None:
+    rows = raw_rows(4)
+    either.store(rows)
+    spoil(either, 1, 0.0)
+    token = either.do(either.client.session_token())
+    with connect(node.directory, timeout_seconds=5) as other:
+        asked = other.open(coded_identity(), kv_shape=SHAPE).acquire(TOKENS, holders=(Holder(0, token),))
+        keys = either.group.keys(TOKENS)
+        held = either.group.hold(asked.grant, token, asked.parts[0], keys=keys)
+        assert either.do(held.copy_into(np.zeros_like(rows))) == 1
+        either.do(held.release())
+        assert [(one.first_bad, one.keys) for one in node.saw(ReportBad)] == [(1, keys)]
+        asked.release_all()
 
 
 def test_raw_views_of_coded_slots_are_refused_by_name(client: Client) -> None:

@@ -398,9 +398,9 @@ class Group(GroupCore):
 
         return Opening(ask())
 
-    def hold(self, grant: bytes, token: bytes, part: LeasePart) -> Lease:
+    def hold(self, grant: bytes, token: bytes, part: LeasePart, *, keys: bytes = b"") -> Lease:
         self._client._state.begin_call()
-        return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
+        return Lease(self._verbs.hold(self._record, grant, token, part, keys), self._client)
 
     async def pin(
         self,

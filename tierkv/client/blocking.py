@@ -443,12 +443,12 @@ class Group(GroupCore):
         )
         return Lease(self._client._run(verb), self._client)
 
-    def hold(self, grant: bytes, token: bytes, part: LeasePart) -> Lease:
+    def hold(self, grant: bytes, token: bytes, part: LeasePart, *, keys: bytes = b"") -> Lease:
         """The part of a lease that another process asked for with this one as the holder (`token`: this process's
         session token, as it was given to the other). Empty when the node has restarted since. Raises ValueError for a
-        part of another rank."""
+        part of another rank. `keys` of its blocks, where they are known: so the node can be told of a damaged one."""
         self._client._state.begin_call()
-        return Lease(self._verbs.hold(self._record, grant, token, part), self._client)
+        return Lease(self._verbs.hold(self._record, grant, token, part, keys), self._client)
 
     def pin(
         self,

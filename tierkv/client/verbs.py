@@ -203,7 +203,7 @@ class Verbs(InlineVerbs):
         self._state.doubt(session, Release(id=0, session=session.token, grant=grant))
         return LeaseFacts(group=group, reason=self._reason(Failure(Reason.WIRE_ERROR)))
 
-    def hold(self, group: GroupRecord, grant: bytes, token: bytes, part: LeasePart) -> LeaseFacts:
+    def hold(self, group: GroupRecord, grant: bytes, token: bytes, part: LeasePart, keys: bytes = b"") -> LeaseFacts:
         """A lease that another session asked for, naming this one (by `token`) as the holder of `part`."""
         if part.rank != group.rank:
             raise ValueError(f"part: it is rank {part.rank}'s, and this process holds rank {group.rank}")
@@ -221,6 +221,7 @@ class Verbs(InlineVerbs):
             parts=(part,),
             release_rank=part.rank,
             revocable=True,  # as far as is known here
+            keys=keys,
         )
         return self._hold_slots(facts, session, part) if blocks else facts
 

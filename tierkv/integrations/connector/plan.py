@@ -46,7 +46,8 @@ class HeldPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadJob:
     """Copy the blocks [first_block, first_block + blocks) of a lease into `pages`. The lease covers the prompt from
-    token 0; `group` numbers a GroupSpec that this plan or an earlier one has told."""
+    token 0; `group` numbers a GroupSpec that this plan or an earlier one has told. `keys` of its blocks, where they may
+    be found to be damaged when they are decoded."""
 
     request: str
     group: int
@@ -54,6 +55,7 @@ class LoadJob:
     parts: Mapping[int, HeldPart]
     first_block: int
     pages: Pages
+    keys: bytes = b""
 
     @property
     def blocks(self) -> int:

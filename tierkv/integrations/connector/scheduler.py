@@ -362,6 +362,7 @@ class PrefixScheduler:
             parts={part.rank: HeldPart(token=answer.tokens[part.rank], part=part) for part in answer.lease.parts},
             first_block=first,
             pages=pages(first, end),
+            keys=b"" if state.prompt.spec.kv_shape is None else state.prefix.keys(answer.blocks),
         )
         self._loads.append(job)
         self._loading[state.prompt.request] = answer.lease

@@ -280,7 +280,7 @@ class PrefixWorker:
     def _load_blocks(self, job: LoadJob, group: Group) -> int:
         """How many of the job's blocks, from its first, are in their pages now."""
         held = job.parts[self.rank]
-        with group.hold(job.grant, held.token, held.part) as lease:
+        with group.hold(job.grant, held.token, held.part, keys=job.keys) as lease:
             found = load_blocks(lease, self._moving(job))
         self._count_reason(found.reason)
         loaded = min(max(0, found.blocks - job.first_block), job.blocks)
