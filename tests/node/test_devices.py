@@ -106,6 +106,16 @@ def test_a_session_that_has_mapped_nothing_gets_host_memory(kit: Kit) -> None:
     assert kit.ask(Acquire, grant=L1, group=GROUP, keys=keys, on_device=True).device_blocks == 0
 
 
+def test_a_mapping_of_which_the_front_has_not_read_yet_counts(kit: Kit) -> None:
+    kit.start_device(0, READY)
+    kit.sessions.catch_up = lambda: kit.devices.mapped(ENGINE, 0)
+    keys, offsets = store_on_device(kit)
+    assert min(offsets) >= kit.bases[0]
+    kit.start_device(1, READY)
+    kit.sessions.catch_up = lambda: kit.devices.mapped(ENGINE, 1)
+    assert kit.ask(Acquire, grant=L1, group=GROUP, keys=keys, on_device=True).device_blocks == 0
+
+
 def test_instructions_go_to_the_device_that_they_are_for(kit: Kit) -> None:
     for device in (0, 1):
         kit.start_device(device, READY)

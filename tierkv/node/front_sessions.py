@@ -24,11 +24,11 @@ class FrontSession:
 
 class SessionTable:
     """`catch_up()` takes what the supervisor has said since: a session is announced before its client can know its
-    token, but the announcement may still be unread when the first request comes."""
+    token, and that it maps a pool before it can; but that may still be unread when the first request comes."""
 
     def __init__(self, catch_up: Callable[[], None] = lambda: None) -> None:
         self._sessions: dict[bytes, FrontSession] = {}
-        self._catch_up = catch_up
+        self.catch_up = catch_up
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -55,7 +55,7 @@ class SessionTable:
     def find(self, token: bytes) -> FrontSession | None:
         session = self._sessions.get(token)
         if session is None:
-            self._catch_up()
+            self.catch_up()
             session = self._sessions.get(token)
         return session
 

@@ -35,6 +35,8 @@ class Reading:
 
     def _acquire(self, request: Acquire, asker: Asker, now: float) -> Reply | None:
         """Answered when the lease is granted, which may be as late as its deadline."""
+        if request.on_device:
+            self._sessions.catch_up()
         holders = tuple((holder.rank, holder.session) for holder in request.holders) or ((0, request.session),)
         ranks, _, _ = self._state.group_shape(request.group)
         refusal = self._sessions.refuse_holders(request.id, ranks, holders)

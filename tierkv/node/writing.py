@@ -75,6 +75,8 @@ class Writing:
                 self._outbox.reply(asker, seal_reply(asker.request_id, answer), now)
 
     def _reserve(self, request: Reserve, _asker: Asker, now: float) -> Reply:
+        if request.on_device:
+            self._sessions.catch_up()
         holder = request.holder or request.session
         ranks, block_tokens, _ = self._state.group_shape(request.group)
         refusal = self._sessions.refuse_holders(request.id, ranks, ((request.rank, holder),))
