@@ -121,6 +121,8 @@ def test_an_interval_of_0_is_refused(field):
         ("metrics_host", ""),
         ("metrics_host", "http://here"),
         ("direct_io", "on"),
+        ("nvme_codec", "gzip"),
+        ("disk_codec", ""),
         ("log_level", "loud"),
         ("huge_pages", "yes"),
         ("huge_pages", 1),
@@ -326,3 +328,11 @@ def test_a_list_of_shares_that_is_none_names_what_is_wrong(shares, problem):
 def test_shares_are_read_in_order():
     given = "model:llama=40%, tenant:digest:0123abcd = 0.2"
     assert settings(shares=given).share_rules == (("model:llama", 0.4), ("tenant:digest:0123abcd", 0.2))
+
+
+def test_a_codec_of_a_tier_that_is_not_there_is_refused_by_name():
+    assert refusal(nvme_codec="zstd").field == "nvme_codec"
+    assert refusal(data_dir="/d", disk_codec="zstd").field == "disk_codec"
+    found = settings(data_dir="/d", disk_dir="/k", disk_codec="zstd")
+    assert (found.nvme_codec, found.disk_codec) == ("raw", "zstd")
+    assert settings(nvme_codec="raw", disk_codec="raw").data_dir is None
