@@ -42,6 +42,7 @@ COMMANDS = {
     "pin": "Have a prefix stay, whatever is evicted.",
     "unpin": "End a pin.",
     "pins": "List what is pinned.",
+    "eval": "Measure what fp8 costs a model, and let it be used or not.",
     "fingerprint": "Print a model's fingerprint and its files.",
     "config": "Show the settings in force and where each came from.",
 }

@@ -265,7 +265,7 @@ class Settings(BaseModel):
         "true ones before it.",
     )
     eval_max_kl: Annotated[float, named(parse_number)] = _setting(
-        0.02,
+        0.01,
         "Most that the predictions of the next token may differ on average: Kullback-Leibler divergence.",
         unit="nats",
     )
@@ -273,7 +273,7 @@ class Settings(BaseModel):
         1.02, "Most that the perplexity of what follows a prefix may grow, as a ratio."
     )
     eval_min_retrieval: Share = _setting(
-        0.95,
+        0.9,
         "Share of the facts hidden in a long context that must be recalled with a coded prefix, of those that are with "
         "a raw one. 0: is not looked at.",
     )
