@@ -67,7 +67,7 @@ VALUES = {
     "eval_min_agreement": ('"90%"', "91%", 0.92),
     "eval_max_kl": ("1", "2", 3.5),
     "eval_max_perplexity_ratio": ("1.5", "2.5", 3.5),
-    "eval_min_retrieval": ('"90%"', "91%", 0.92),
+    "eval_min_retrieval": ('"80%"', "91%", 0.92),
     "io_threads": ("1", "2", 3),
     "inflight_writes": ("1", "2", 3),
     "inflight_reads": ("1", "2", 3),
