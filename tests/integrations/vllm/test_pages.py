@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +144,30 @@ def test_permuted_axes_are_moved_as_they_lie_in_memory() -> None:
     in_memory = caches["a"][7].transpose(0, 1)
     assert in_memory.is_contiguous()
     assert np.array_equal(rows[0, :PAGE_BYTES], in_memory.view(torch.uint8).flatten().numpy())
+
+
+def test_a_load_that_comes_while_a_store_copies_does_not_use_the_same_pinned_memory() -> None:
+    caches = fill(evenly_spaced())
+    before = {name: cache.clone() for name, cache in caches.items()}
+    rows, loaded = np.zeros((2, row_bytes(caches)), np.uint8), np.full((2, row_bytes(caches)), 7, np.uint8)
+    with through_a_device(is_device=True):
+        engine = made(caches)
+    mover = engine._movers[0]
+    assert isinstance(mover, pages_module._DevicePages)
+    load = threading.Thread(target=engine.write_pages, args=(loaded, ((8, 9),)))
+
+    def complete() -> None:
+        if load.ident is None:  # the store has asked for its copy, and has not looked at it yet
+            load.start()
+            load.join(0.3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mover, "_complete", complete)
+        engine.read_pages(((4, 2),), rows)
+        load.join()
+    stored = [np.concatenate([before[name][page].view(torch.uint8).flatten() for name in LAYERS]) for page in (4, 2)]
+    assert np.array_equal(rows, np.array(stored))
+    assert all((cache[[8, 9]].view(torch.uint8) == 7).all() for cache in caches.values())
 
 
 @pytest.mark.usefixtures("way")

@@ -8,6 +8,7 @@ packing for an instruction set) is the engine's affair, and the identity's layou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,8 @@ def _stacked(views: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 class _DevicePages:
     """Pages on a device, through pinned memory, on a stream of their own. The events order it behind what the engine's
-    thread had asked the device for when it called `mark`."""
+    thread had asked the device for when it called `mark`. Loads and stores are made by threads of their own, and the
+    pinned memory is one thread's at a time."""
 
     def __init__(self, layers: Sequence[_Layer], device: torch.device) -> None:
         self._layers = [layer.flat for layer in layers]
@@ -160,6 +162,7 @@ class _DevicePages:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._computed = torch.cuda.Event() if device.type == "cuda" else None
         self._pinned = torch.empty((STAGED_BLOCKS, self._bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._using_pinned = threading.Lock()
 
     @property
     def event(self) -> Any:
@@ -172,25 +175,27 @@ class _DevicePages:
     def read(self, pages: Sequence[int], rows: np.ndarray) -> None:
         for begin in range(0, len(pages), STAGED_BLOCKS):
             some = pages[begin : begin + STAGED_BLOCKS]
-            with self._in_order():
-                chosen = torch.tensor(some, device=self._device)
-                gathered = torch.cat([layer.index_select(0, chosen) for layer in self._layers], dim=1)
-                self._pinned[: len(some)].copy_(gathered, non_blocking=True)
-            self._complete()
-            rows[begin : begin + len(some)] = self._pinned[: len(some)].numpy()
+            with self._using_pinned:
+                with self._in_order():
+                    chosen = torch.tensor(some, device=self._device)
+                    gathered = torch.cat([layer.index_select(0, chosen) for layer in self._layers], dim=1)
+                    self._pinned[: len(some)].copy_(gathered, non_blocking=True)
+                self._complete()
+                rows[begin : begin + len(some)] = self._pinned[: len(some)].numpy()
 
     def write(self, rows: np.ndarray, kept: Sequence[int], pages: Sequence[int]) -> None:
         for begin in range(0, len(pages), STAGED_BLOCKS):
             some = pages[begin : begin + STAGED_BLOCKS]
-            self._pinned[: len(some)].numpy()[:] = rows[list(kept[begin : begin + STAGED_BLOCKS])]
-            with self._in_order():
-                chosen = torch.tensor(some, device=self._device)
-                staged = self._pinned[: len(some)].to(self._device, non_blocking=True)
-                begin_byte = 0
-                for layer in self._layers:
-                    layer.index_copy_(0, chosen, staged[:, begin_byte : begin_byte + layer.shape[1]])
-                    begin_byte += layer.shape[1]
-            self._complete()
+            with self._using_pinned:
+                self._pinned[: len(some)].numpy()[:] = rows[list(kept[begin : begin + STAGED_BLOCKS])]
+                with self._in_order():
+                    chosen = torch.tensor(some, device=self._device)
+                    staged = self._pinned[: len(some)].to(self._device, non_blocking=True)
+                    begin_byte = 0
+                    for layer in self._layers:
+                        layer.index_copy_(0, chosen, staged[:, begin_byte : begin_byte + layer.shape[1]])
+                        begin_byte += layer.shape[1]
+                self._complete()
 
     def _in_order(self) -> Any:
         if self._stream is not None:
