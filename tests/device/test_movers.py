@@ -47,6 +47,13 @@ class FakeCupy(ModuleType):
                     raise fake.problem
                 fake.calls.append((grid, block, arguments))
 
+        class RawModule:
+            def __init__(self, code: str, options: Sequence[str]) -> None:
+                self._code = code
+
+            def get_function(self, name: str) -> RawKernel:
+                return RawKernel(self._code, name, ())
+
         class Stream:
             if not is_old:
 
@@ -54,7 +61,7 @@ class FakeCupy(ModuleType):
                 def from_external(stream: Any) -> Any:
                     return fake.inside("stream", stream.__cuda_stream__())
 
-        self.RawKernel = RawKernel
+        self.RawKernel, self.RawModule = RawKernel, RawModule
         self.cuda = SimpleNamespace(
             Device=lambda index: self.inside("device", index),
             Stream=Stream,
@@ -71,7 +78,7 @@ class FakeCupy(ModuleType):
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Movers are imported anew, with what stands in sys.modules for cupy and torch, and forgotten afterwards."""
-    names = ("tierkv.device.cupy_mover", "tierkv.device.torch_mover")
+    names = ("tierkv.device.cupy_mover", "tierkv.device.torch_mover", "tierkv.device.cupy_codec")
     package = importlib.import_module("tierkv.device")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -104,6 +111,23 @@ def test_cupy_is_given_the_table_on_our_stream_and_gpu(modules: pytest.MonkeyPat
     sizes = [argument.itemsize for argument in arguments]
     assert sizes == [8, 4, 8, 8, 4, 4, 4]  # of the kernel's parameters
     assert tables[0][24:].view("<u8").tolist() == [2, 1, 0x10000, 0x11000]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_codec_is_launched_on_our_stream_and_gpu(modules: pytest.MonkeyPatch, is_old: bool) -> None:
+    cupy = FakeCupy(is_old=is_old)
+    modules.setitem(sys.modules, "cupy", cupy)
+    codec = importlib.import_module("tierkv.device.cupy_codec")
+    table = SimpleNamespace(num_runs=3, pages_begin=192, slots_begin=208, num_thread_blocks=6)
+    codec.launch(3, 0x55, "bfloat16", table, 0x7000, 0x9000, to_slots=True)
+    device, stream, (grid, block, arguments) = cupy.calls
+    assert (device, stream) == (("device", 3), ("stream", (0, 0x55)))
+    assert (grid, block) == ((6,), (THREADS,))
+    assert arguments == (0x7000, 3, 0x7000 + 192, 0x7000 + 208, 0x9000)
+    assert [argument.itemsize for argument in arguments] == [8, 4, 8, 8, 8]
+    cupy.problem = CompileError("no such architecture")
+    with pytest.raises(DeviceError, match="no such architecture"):
+        codec.launch(3, 0x55, "bfloat16", table, 0x7000, 0x9000, to_slots=False)
 
 
 def test_a_launch_that_fails_is_named(modules: pytest.MonkeyPatch) -> None:

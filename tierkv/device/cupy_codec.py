@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 
 from tierkv.device.codec_source import DECODE_NAME, ENCODE_NAME, OPTIONS, THREADS, CodecTable, source
-from tierkv.errors import DeviceError
+from tierkv.device.cupy_mover import as_current, named_errors
 
 
 @cache
@@ -20,7 +20,8 @@ def launch(
     index: int, stream: int, element: str, table: CodecTable, address: int, verdicts: int, *, to_slots: bool
 ) -> None:
     """Ask `stream` of GPU `index` to code the blocks of `table`, whose bytes are at `address` on the device, into their
-    slots, or to decode them into their pages. `verdicts`: device address of a byte a block, zero before."""
+    slots, or to decode them into their pages. `verdicts`: device address of a byte a block, zero before. Raises
+    DeviceError. Called with the GPU's context current."""
     arguments = (
         np.uint64(address),
         np.uint32(table.num_runs),
@@ -28,9 +29,6 @@ def launch(
         np.uint64(address + table.slots_begin),
         np.uint64(verdicts),
     )
-    try:
-        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
-            kernel = _module(element).get_function(ENCODE_NAME if to_slots else DECODE_NAME)
-            kernel((table.num_thread_blocks,), (THREADS,), arguments)
-    except (RuntimeError, cupy.cuda.compiler.CompileException) as error:  # the base of all that cupy's drivers raise
-        raise DeviceError("failed", f"the kernels of the codec do not run: {error}") from error
+    with named_errors(), cupy.cuda.Device(index), as_current(stream, index):
+        kernel = _module(element).get_function(ENCODE_NAME if to_slots else DECODE_NAME)
+        kernel((table.num_thread_blocks,), (THREADS,), arguments)

@@ -17,7 +17,7 @@ _kernel = cupy.RawKernel(SOURCE, NAME, options=OPTIONS)
 
 def prepare(index: int) -> None:
     """Compile for that GPU. Raises DeviceError where that can't be had: no NVRTC, or one that doesn't know the GPU."""
-    with _named_errors(), cupy.cuda.Device(index):
+    with named_errors(), cupy.cuda.Device(index):
         _kernel.compile()
 
 
@@ -32,7 +32,7 @@ def launch(index: int, stream: int, table: Table, address: int, *, to_slots: boo
         np.uint32(CHUNK_BYTES),
         np.int32(to_slots),
     )
-    with _named_errors(), cupy.cuda.Device(index), _stream(stream, index):
+    with named_errors(), cupy.cuda.Device(index), as_current(stream, index):
         _kernel((table.num_thread_blocks,), (THREADS,), arguments)
 
 
@@ -46,7 +46,7 @@ class _Stream:
         return 0, self._handle
 
 
-def _stream(handle: int, index: int) -> Any:
+def as_current(handle: int, index: int) -> Any:
     """A context in which cupy's work goes to that stream."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Stream(handle))
@@ -54,7 +54,7 @@ def _stream(handle: int, index: int) -> Any:
 
 
 @contextmanager
-def _named_errors() -> Iterator[None]:
+def named_errors() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as error:  # the bases of all that cupy raises
