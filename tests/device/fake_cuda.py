@@ -52,6 +52,7 @@ class FakeCuda:
         self.calls: list[str] = []
         self.broken: list[str] = []  # rules of the driver that a caller has broken
         self.contexts: list[int] = []
+        self.capture_mode = 0  # of the thread: global
         self.retained = 0
         self.allocations: dict[int, tuple[int, int]] = {}  # handle -> descriptor, bytes
         self.reserved: dict[int, mmap.mmap] = {}
@@ -81,7 +82,7 @@ class FakeCuda:
         implementation = getattr(self, name)
 
         def run(*arguments: Any) -> int:
-            quiet = name.startswith(("cuGetError", "cuDeviceGet", "cuDriver", "cuCtx", "cuEventQuery"))
+            quiet = name.startswith(("cuGetError", "cuDeviceGet", "cuDriver", "cuCtx", "cuThread", "cuEventQuery"))
             if not quiet:
                 self.calls.append(name)
             planned = self.fails.get(name)
@@ -158,6 +159,10 @@ class FakeCuda:
 
     def cuCtxPopCurrent_v2(self, context: Any) -> None:
         put(context, self.contexts.pop())
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+        self.capture_mode, before = mode.contents.value, self.capture_mode
+        put(mode, before)
 
     # ---------------------------------------------------------------- virtual memory
 
@@ -366,6 +371,7 @@ class FakeCuda:
             "; ".join(self.broken): len(self.broken),
             "contexts retained": self.retained,
             "contexts pushed": len(self.contexts),
+            "capture mode": self.capture_mode,
             "allocations": len(self.allocations),
             "addresses": len(self.reserved),
             "mappings": len(self.mapped),
@@ -379,6 +385,7 @@ class FakeCuda:
 
     def _in_context(self) -> None:
         assert self.contexts, "no context is current"
+        assert self.capture_mode == cuda.CAPTURE_RELAXED, "a graph that another thread captures would be spoilt"
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -547,6 +547,41 @@ def test_a_mark_that_can_not_be_recorded_is_destroyed(fake: FakeCuda) -> None:
         assert fake.events == {}
 
 
+def test_what_moves_pages_is_chosen_with_the_context_current(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[int]] = []
+
+    def choose(index: int, on_device: object) -> object:
+        found.append(list(fake.contexts))
+        return reference_mover
+
+    monkeypatch.setattr(cuda_device, "choose_mover", choose)
+    pages = PagedLayout.of([np.zeros((2, BLOCK), np.uint8)])
+    with opened(fake) as backend:
+        backend._mover = None
+        pool = backend.make_pool(64 * MIB)
+        for _ in range(2):
+            assert backend.gather(pages, [1], pool, [0]).wait(0)
+        assert pool.close()
+    assert found == [[backend._context]]
+
+
+def test_calls_take_part_in_no_capture_of_a_graph_and_the_thread_has_its_own_mode_again(fake: FakeCuda) -> None:
+    fake.capture_mode = 1
+    backend = CudaBackend(Driver(fake.load), 0)
+    pool = backend.make_pool(64 * MIB)
+    with backend._driver.current(backend._context):
+        assert fake.capture_mode == cuda.CAPTURE_RELAXED
+    assert fake.capture_mode == 1
+    fake.fails["cuThreadExchangeStreamCaptureMode"] = [cuda.INVALID_VALUE]
+    with pytest.raises(DeviceError, match="CaptureMode"):
+        backend.upload(host(), [0], pool, [0], BLOCK)
+    assert fake.contexts == []
+    pool.close()
+    backend.close()
+    assert fake.capture_mode == 1
+    assert fake.broken == []
+
+
 def test_a_thread_finds_its_own_context_after_every_call(fake: FakeCuda) -> None:
     fake.contexts = [0xABC]
     backend = CudaBackend(Driver(fake.load), 0)

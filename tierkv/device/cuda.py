@@ -200,7 +200,7 @@ class CudaBackend:
         check_pages(layout, pages)
         check_slots(what, slots, offsets, layout.block_bytes)
         self._require_here(layout)
-        mover = self._mover = self._mover or choose_mover(self._gpu.index, self._on_device)
+        mover = self._mover or self._choose_mover()
         stream = self._streams.stream("pages")
         keeps: list[object] = [layout, slots]
         with self._streams.submitting("pages", keeps) as made:
@@ -223,6 +223,13 @@ class CudaBackend:
                             self._driver.call("cuMemcpyHtoDAsync_v2", *place, size, stream)
                         keeps += mover(stream, layout, some, staging, staged, to_slots=False)
         return made[0]
+
+    def _choose_mover(self) -> Mover:
+        """With the context current. What runs by the runtime's device index goes back to the device that the thread
+        had before, and where that was none the runtime would make a context on the first GPU, which takes memory."""
+        with self._driver.current(self._context):
+            self._mover = choose_mover(self._gpu.index, self._on_device)
+        return self._mover
 
     def _require_here(self, layout: PagedLayout) -> None:
         """A kernel that touches memory of another GPU, or of the host, would take the engine's whole context along."""

@@ -77,6 +77,7 @@ IPC_LAZY_PEER_ACCESS = 1
 STREAM_NON_BLOCKING = 1  # in no order with the default stream
 EVENT_DEFAULT, EVENT_DISABLE_TIMING = 0, 2
 HOST_REGISTER_PORTABLE, HOST_REGISTER_DEVICE_MAP = 1, 2
+CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 IPC_HANDLE_BYTES = 64
 
@@ -160,6 +161,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuIpcGetMemHandle": (POINTER(IpcMemHandle), _DevicePtr),
     "cuIpcOpenMemHandle_v2": (POINTER(_DevicePtr), IpcMemHandle, c_uint),
     "cuIpcCloseMemHandle": (_DevicePtr,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuStreamCreate": (POINTER(_Stream), c_uint),
     "cuStreamDestroy_v2": (_Stream,),
     "cuStreamSynchronize": (_Stream,),
@@ -287,10 +289,18 @@ class Driver:
 
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
-        """With that context on top of this thread's stack; whatever the thread had is there again afterwards."""
+        """With that context on top of this thread's stack; whatever the thread had is there again afterwards.
+
+        An engine may be capturing a graph in another thread. Most calls from here would be refused then, and would
+        spoil what it captures, were it not said that this thread takes part in no capture (mode relaxed)."""
         self.call("cuCtxPushCurrent_v2", context)
+        mode = c_int(CAPTURE_RELAXED)
         try:
-            yield
+            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))  # `mode` is the thread's own afterwards
+            try:
+                yield
+            finally:
+                self.result("cuThreadExchangeStreamCaptureMode", byref(mode))
         finally:
             popped = c_void_p()
             self.result("cuCtxPopCurrent_v2", byref(popped))
