@@ -21,6 +21,7 @@ from tests.client.conftest import BLOCK_BYTES, TOKENS, make_identity, poisoned, 
 from tests.client.fake_device import DeviceNode
 from tests.client.fake_node import hold
 from tierkv.client import Client, DevicePages, DevicePool, Group, aio
+from tierkv.client.device.copies import Copies
 from tierkv.core.reasons import Reason
 from tierkv.device.cpu import CpuBackend
 from tierkv.device.late import LateCopies
@@ -365,6 +366,39 @@ def test_an_engine_that_fails_during_a_copy_hears_of_it_when_nothing_is_under_wa
         late.complete_all()
         with pytest.raises(RuntimeError, match="is gone"):
             ended.result(20)
+
+
+class Interrupted:
+    """A copy whose first wait is ended by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.is_done = False
+        self.seconds = 0.0
+
+    def wait(self, timeout_seconds: float) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        self.is_done = True
+        return True
+
+
+def test_ctrl_c_is_heard_when_nothing_is_under_way_any_more(pool: DevicePool) -> None:
+    mapped = pool._current
+    assert mapped is not None
+    pending = [Interrupted(), Interrupted()]
+
+    def copy_both() -> None:
+        with Copies(mapped) as copies:
+            copies.begin(lambda: pending[0])
+            copies.begin(lambda: pending[1])
+            copies.complete()
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_both()
+    assert [copy.is_done for copy in pending] == [True, True]
+    assert mapped.is_usable
 
 
 def test_a_ticket_is_written_when_its_copies_have_completed_and_not_when_they_were_asked_for(

@@ -103,6 +103,25 @@ def test_what_is_still_held_of_a_pool_that_ended_stays_mapped_until_it_is_releas
     assert mapped_by_clients(node) == 0
 
 
+def test_a_pool_that_can_not_be_unmapped_is_logged_and_no_exception(
+    node: DeviceNode, client: Client, group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = client.map_device("cpu")
+    assert pool._current is not None
+
+    def fail() -> bool:
+        raise DeviceError("failed", "cuStreamSynchronize: an illegal address")
+
+    unmap = pool._current.memory.close
+    monkeypatch.setattr(pool._current.memory, "close", fail)
+    ticket = group.reserve(TOKENS, device=pool)
+    pool.drop()
+    ticket.abort()
+    assert "could not be unmapped: cuStreamSynchronize" in caplog.text
+    assert client.map_device("cpu").is_mapped
+    assert unmap()
+
+
 def test_a_new_front_is_asked_for_its_pool(node: DeviceNode, client: Client, group: Group) -> None:
     pool = client.map_device("cpu")
     before = pool._current
@@ -184,7 +203,8 @@ def test_a_gpu_is_found_by_its_uuid_among_those_of_this_process(
     monkeypatch.setattr("tierkv.device.backends.cuda_backend", open_gpu)
     node.changed_grant = {"uuid": "GPU-2"}
     assert client.map_device("GPU-2").is_mapped
-    assert opened == [1]
+    assert client.map_device("MIG-2").is_mapped  # as nvidia-smi calls a part of a GPU
+    assert opened == [1, 1]
     assert client.map_device("GPU-3").problem == "GPU-3 is not here; there is GPU-1, GPU-2"
 
 

@@ -58,9 +58,9 @@ class Copies:
 
     def complete(self) -> bool:
         """Wait for those begun so far. Whether all that ever began have done what they were to do."""
-        pending, self._pending = self._pending, []
-        for copy in pending:
-            self._await(copy)
+        while self._pending:
+            self._await(self._pending[0])
+            del self._pending[0]
         return not self.has_failed
 
     def _await(self, copy: Pending) -> None:
@@ -83,7 +83,14 @@ class Copies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.complete()
+        interruption: BaseException | None = None
+        while self._pending:
+            try:
+                self.complete()
+            except BaseException as error:  # noqa: BLE001 - Ctrl-C, say: it goes on when nothing is under way any more
+                interruption = error
+        if interruption is not None:
+            raise interruption
 
 
 def copy_out_mixed(

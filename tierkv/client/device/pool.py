@@ -93,7 +93,10 @@ class MappedPool:
     def _unmap(self) -> None:
         if self._retired and not self._holders and self._is_mapped:
             self._is_mapped = False
-            self.memory.close()  # all copies have completed, for who copies holds it
+            try:
+                self.memory.close()  # all copies have completed, for who copies holds it
+            except DeviceError as error:  # a device that was lost: the engine hears of that from its own work
+                _log.warning("a pool on %s could not be unmapped: %s", self.owner.name, error.problem)
 
 
 class DevicePool:
@@ -258,7 +261,7 @@ def open_device(name: str) -> Backend:
     from tierkv.device.backends import cuda_backend  # noqa: PLC0415 - only a device's user needs these
     from tierkv.device.cpu import CpuBackend  # noqa: PLC0415
 
-    if name.startswith("GPU-"):
+    if name.startswith(("GPU-", "MIG-")):
         return cuda_backend(_index_of(name))
     kind, colon, index = name.partition(":")
     if index.isdecimal() or not colon:
@@ -272,11 +275,13 @@ def open_device(name: str) -> Backend:
 
 
 def _index_of(uuid: str) -> int:
-    """As CUDA counts in this process."""
+    """As CUDA counts in this process. A part of a GPU (MIG) has a uuid of its own, which the driver tells as any other
+    and nvidia-smi with another first word."""
     from tierkv.device.cuda_driver import Driver  # noqa: PLC0415 - loads the driver
     from tierkv.device.probe import find_gpus  # noqa: PLC0415
 
     there = {gpu.uuid: gpu.index for gpu in find_gpus(Driver())}
-    if uuid not in there:
+    wanted = "GPU-" + uuid.partition("-")[2]
+    if wanted not in there:
         raise DeviceError("no_such_device", f"{uuid} is not here; there is {', '.join(there) or 'no GPU'}")
-    return there[uuid]
+    return there[wanted]
