@@ -53,6 +53,11 @@ def copy_out(slots: Slots, numbers: np.ndarray, destination: np.ndarray | BlockW
     deliver = deliver_to(destination)
     if slots.pool is not None:
         return copy_out_mixed(slots, slots.pool, numbers, _pages_of(destination, slots.pool), deliver)
+    if isinstance(destination, DevicePages) and (reaching := _reaching_arena(slots, destination)) is not None:
+        try:
+            return copy_out_mixed(slots, reaching, numbers, destination, deliver)
+        finally:
+            reaching.let_go()
     for first, blocks in slots.runs(numbers, slots.readable):
         deliver(first, blocks)
     return len(numbers)
@@ -63,6 +68,11 @@ def copy_in(slots: Slots, numbers: np.ndarray, source: np.ndarray | BlockReader,
     fill = fill_from(source, first_block)
     if slots.pool is not None:
         return copy_in_mixed(slots, slots.pool, numbers, _pages_of(source, slots.pool), fill)
+    if isinstance(source, DevicePages) and (reaching := _reaching_arena(slots, source)) is not None:
+        try:
+            return copy_in_mixed(slots, reaching, numbers, source, fill)
+        finally:
+            reaching.let_go()
     for first, blocks in slots.runs(numbers, slots.writable):
         fill(first, blocks)
     return True
@@ -71,3 +81,9 @@ def copy_in(slots: Slots, numbers: np.ndarray, source: np.ndarray | BlockReader,
 def _pages_of(memory: object, pool: MappedPool) -> DevicePages | None:
     """Pages that the pool's device can reach: only those of that device."""
     return memory if isinstance(memory, DevicePages) and memory.pool is pool.owner else None
+
+
+def _reaching_arena(slots: Slots, pages: DevicePages) -> MappedPool | None:
+    """Held, where the device of these pages copies from and to the arena by itself: the slots are all there."""
+    pool = pages.pool.mapped_under(slots.session)
+    return pool if pool is not None and pool.arena is not None and pool.hold() else None

@@ -14,12 +14,15 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierkv.client.arena import ArenaMap
 from tierkv.client.device.exchange import SESSION_OVER, PoolExchange, PoolOffered
+from tierkv.client.device.pinning import PinnedArena
 from tierkv.core.reasons import Reason
 from tierkv.errors import WireError
 from tierkv.wire.messages import PROTOCOL_VERSION, ErrorCode
@@ -39,6 +42,9 @@ from tierkv.wire.session import (
     decode_packet,
     encode_packet,
 )
+
+if TYPE_CHECKING:
+    from tierkv.device.backends import Backend
 
 TRUSTED_USERS = frozenset({0})
 """Users besides our own whose node is believed: root."""
@@ -81,6 +87,9 @@ class Session:
         self._connection = connection
         connection.setblocking(False)  # with a timeout Python would wait for it in `look`, whatever the flags say
         self._looking = threading.Lock()
+        self._pinning = threading.Lock()
+        self._pinned: PinnedArena | None = None
+        self._may_pin = True
 
     def duplicate(self) -> int | None:
         """A descriptor of the session socket to wait on, the caller's to close; None when the session is finished.
@@ -120,6 +129,25 @@ class Session:
         if descriptor is None:
             return SESSION_OVER
         return self.pools.ask(wish, send=send, look=look, descriptor=descriptor, until=until)
+
+    def pin(self, backend: Backend) -> PinnedArena | None:
+        """The arena, registered with a GPU's driver or on its way to be; the caller holds it. None when the session is
+        retired."""
+        with self._pinning:
+            if not self._may_pin or self.arena is None:
+                return None
+            if self._pinned is None:
+                self._pinned = PinnedArena(backend, self.arena.writable)
+            return self._pinned if self._pinned.hold() else None
+
+    def unpin(self, unused: Callable[[], None]) -> None:
+        """It is retired: the arena is let go of by the driver when no pool's user is left. `unused` as for
+        PinnedArena."""
+        with self._pinning:
+            self._may_pin = False
+            pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.let_go(unused)
 
     def end(self) -> None:
         """From now on `over`. The reading half is shut, so that everyone who waits on the socket wakes up."""

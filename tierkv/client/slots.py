@@ -39,6 +39,7 @@ class Slots:
         """`pool`, held until `let_go`, has those slots whose addresses are beyond the arena."""
         arena = session.arena
         assert arena is not None, "only sessions that map the arena get grants"
+        self.session = session
         self.block_bytes = group.block_bytes
         self.slot_bytes = slot_bytes(group.block_bytes, arena.page_bytes)
         self.offsets = offsets

@@ -213,9 +213,15 @@ class ClientState:
         session.end()
         for pool in self._pools.values():
             pool.drop(session)
+        session.unpin(self.sweep)
         self._doubts.session_over(session)
         self._retired.append(session)
         self._sweep()
+
+    def sweep(self) -> None:
+        """Something that kept a retired session's memory mapped has let go of it."""
+        with self._lock:
+            self._sweep()
 
     def _sweep(self) -> None:
         self._retired = [session for session in self._retired if session.grants or not session.finish()]

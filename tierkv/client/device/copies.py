@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tierkv.client.copying import Deliver
     from tierkv.client.device.pool import MappedPool
     from tierkv.client.slots import Slots
-    from tierkv.device.backends import Pending
+    from tierkv.device.backends import Pending, PoolMap
+    from tierkv.device.memory import HostMemory
 
 STAGED_BYTES = 16 * 2**20
 """So much of a pool's blocks goes through host memory at once on its way to or from an engine's own buffers."""
@@ -100,16 +101,21 @@ def copy_out_mixed(
     on the pool's own device, and takes those in the pool."""
     in_pool = slots.offsets[: len(numbers)] >= pool.base
     first_in_pool = int(np.argmax(in_pool)) if in_pool.any() else len(numbers)
-    places = np.flatnonzero(in_pool)
+    places, in_arena = np.flatnonzero(in_pool), np.flatnonzero(~in_pool)
+    arena = None if destination is None else pool.arena
     with Copies(pool) as copies:
         if destination is not None:
             copies.follow(destination.after)
-            for layout, pages, offsets in destination.parts(numbers[places], slots.offsets[places] - pool.base):
-                copies.begin(lambda p=pages, o=offsets, n=layout: pool.backend.scatter(pool.memory, o, n, p))  # type: ignore[misc]
-        for first, blocks in slots.runs_at(np.flatnonzero(~in_pool), numbers, slots.readable):
-            deliver(first, blocks)  # meanwhile
+            _scatter(pool, copies, destination, pool.memory, numbers[places], slots.offsets[places] - pool.base)
+        if destination is not None and arena is not None:
+            _scatter(pool, copies, destination, arena, numbers[in_arena], slots.offsets[in_arena])
+        else:
+            for first, blocks in slots.runs_at(in_arena, numbers, slots.readable):
+                deliver(first, blocks)  # meanwhile
         if destination is None:
             _download(slots, pool, copies, places, numbers, deliver)
+    if copies.has_failed and arena is not None:
+        return 0
     return len(numbers) if pool.is_usable else first_in_pool  # after a copy that failed it isn't, either
 
 
@@ -118,18 +124,48 @@ def copy_in_mixed(
 ) -> bool:
     """As copying.copy_in. Whether the blocks are where they were to go; else they must not be published."""
     in_pool = slots.offsets >= pool.base
-    places = np.flatnonzero(in_pool)
+    places, in_arena = np.flatnonzero(in_pool), np.flatnonzero(~in_pool)
+    arena = None if source is None else pool.arena
     with Copies(pool) as copies:
         if source is not None:
             copies.follow(source.after)
-            _require_all(source, numbers[places])
-            for layout, pages, offsets in source.parts(numbers[places], slots.offsets[places] - pool.base):
-                copies.begin(lambda p=pages, o=offsets, n=layout: pool.backend.gather(n, p, pool.memory, o))  # type: ignore[misc]
-        for first, blocks in slots.runs_at(np.flatnonzero(~in_pool), numbers, slots.writable):
-            fill(first, blocks)
+            _require_all(source, numbers if arena is not None else numbers[places])
+            _gather(pool, copies, source, pool.memory, numbers[places], slots.offsets[places] - pool.base)
+        if source is not None and arena is not None:
+            _gather(pool, copies, source, arena, numbers[in_arena], slots.offsets[in_arena])
+        else:
+            for first, blocks in slots.runs_at(in_arena, numbers, slots.writable):
+                fill(first, blocks)
         if source is None:
             _upload(slots, pool, copies, places, numbers, fill)
-    return pool.is_usable
+    return not copies.has_failed and (pool.is_usable or not len(places))
+
+
+def _scatter(
+    pool: MappedPool,
+    copies: Copies,
+    pages: DevicePages,
+    memory: PoolMap | HostMemory,
+    numbers: np.ndarray,
+    offsets: np.ndarray,
+) -> None:
+    """The blocks `numbers`, at those offsets of `memory`, to their pages."""
+    if len(numbers):
+        for layout, chosen, begins in pages.parts(numbers, offsets):
+            copies.begin(lambda p=chosen, o=begins, n=layout: pool.backend.scatter(memory, o, n, p))  # type: ignore[misc]
+
+
+def _gather(
+    pool: MappedPool,
+    copies: Copies,
+    pages: DevicePages,
+    memory: PoolMap | HostMemory,
+    numbers: np.ndarray,
+    offsets: np.ndarray,
+) -> None:
+    if len(numbers):
+        for layout, chosen, begins in pages.parts(numbers, offsets):
+            copies.begin(lambda p=chosen, o=begins, n=layout: pool.backend.gather(n, p, memory, o))  # type: ignore[misc]
 
 
 def _download(

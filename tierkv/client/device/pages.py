@@ -27,8 +27,9 @@ class DevicePages:
     out of a lease; a ticket's must all be there, with a page in each group.
 
     `host` moves blocks between the same pages and rows in host memory, and leaves out those of a lease for which there
-    is no page. It is used where a slot is in the arena, and for everything while the pool is not mapped. `after`: a
-    torch event, or what the backend's `mark` returned; copies begin behind it. None: what the pages hold is there.
+    is no page. It is used where a slot is in the arena and that is not pinned, and for everything while the pool is not
+    mapped. `after`: a torch event, or what the backend's `mark` returned; copies begin behind it. None: what the pages
+    hold is there.
     """
 
     pool: DevicePool

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tierkv.client.device.exchange import PoolOffered
     from tierkv.client.session import Session
     from tierkv.device.backends import Backend, PoolMap
+    from tierkv.device.memory import HostMemory
 
 OfHolders = Literal["holders"]
 HOLDERS: Final = "holders"
@@ -52,6 +53,7 @@ class MappedPool:
         self.num_bytes = grant.num_bytes
         self.memory = memory
         self.backend = owner.backend
+        self._pinned = session.pin(owner.backend) if owner.backend.cuda_version else None
         self._lock = threading.Lock()
         self._holders = 0
         self._retired = self._failed = False
@@ -61,6 +63,11 @@ class MappedPool:
     def is_usable(self) -> bool:
         """Whether what lies in it may still be right, and what is granted in it be used."""
         return not (self._failed or self.session.over or self.session.pools.has_ended(self.device, self.epoch))
+
+    @property
+    def arena(self) -> HostMemory | None:
+        """The session's, where the device copies from it and to it by itself; for who holds this."""
+        return None if self._pinned is None else self._pinned.memory
 
     @property
     def is_retired(self) -> bool:
@@ -97,6 +104,8 @@ class MappedPool:
                 self.memory.close()  # all copies have completed, for who copies holds it
             except DeviceError as error:  # a device that was lost: the engine hears of that from its own work
                 _log.warning("a pool on %s could not be unmapped: %s", self.owner.name, error.problem)
+            if self._pinned is not None:
+                self._pinned.let_go()
 
 
 class DevicePool:
