@@ -201,10 +201,14 @@ def test_a_gpu_is_found_by_its_uuid_among_those_of_this_process(
     gpus = [SimpleNamespace(uuid="GPU-1", index=0), SimpleNamespace(uuid="GPU-2", index=1)]
     monkeypatch.setattr("tierkv.device.probe.find_gpus", lambda driver: gpus)
     monkeypatch.setattr("tierkv.device.backends.cuda_backend", open_gpu)
+    monkeypatch.setattr("tierkv.client.device.pool._gpus", {})
     node.changed_grant = {"uuid": "GPU-2"}
     assert client.map_device("GPU-2").is_mapped
     assert client.map_device("MIG-2").is_mapped  # as nvidia-smi calls a part of a GPU
-    assert opened == [1, 1]
+    assert opened == [1], "a GPU is opened once"
+    with connect(node.directory, timeout_seconds=5) as other:
+        assert other.map_device("GPU-2").is_mapped
+    assert opened == [1]
     assert client.map_device("GPU-3").problem == "GPU-3 is not here; there is GPU-1, GPU-2"
 
 

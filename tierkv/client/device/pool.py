@@ -267,11 +267,10 @@ def _check(grant: DeviceGrant, backend: Backend, session: Session) -> None:
 def open_device(name: str) -> Backend:
     """What copies on the device of that name; a node may have several pools in host memory, "cpu:1" and so on. Raises
     DeviceError."""
-    from tierkv.device.backends import cuda_backend  # noqa: PLC0415 - only a device's user needs these
-    from tierkv.device.cpu import CpuBackend  # noqa: PLC0415
+    from tierkv.device.cpu import CpuBackend  # noqa: PLC0415 - only a device's user needs it
 
     if name.startswith(("GPU-", "MIG-")):
-        return cuda_backend(_index_of(name))
+        return _gpu(_index_of(name))
     kind, colon, index = name.partition(":")
     if index.isdecimal() or not colon:
         if kind == "cpu":
@@ -279,8 +278,24 @@ def open_device(name: str) -> Backend:
             memory.uuid = name
             return memory
         if kind == "cuda":
-            return cuda_backend(int(index or 0))
+            return _gpu(int(index or 0))
     raise DeviceError("no_such_device", f"{name!r} names no device; there are cpu, cuda:0, cuda:1 and so on")
+
+
+_gpus: dict[tuple[int, int], Backend] = {}
+_opening = threading.Lock()
+
+
+def _gpu(index: int) -> Backend:
+    """Opened once a process, for all clients that come and go in it: its streams and its memory on the GPU stay until
+    the process ends."""
+    from tierkv.device.backends import cuda_backend  # noqa: PLC0415 - loads the driver
+
+    key = os.getpid(), index  # what a forked child has inherited is of no use to it
+    with _opening:
+        if key not in _gpus:
+            _gpus[key] = cuda_backend(index)
+        return _gpus[key]
 
 
 def _index_of(uuid: str) -> int:
