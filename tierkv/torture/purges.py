@@ -11,7 +11,7 @@ from tierkv.errors import IncompleteError, NodeUnreachable
 from tierkv.storage.names import EXTENT_SUFFIX, group_parts
 from tierkv.torture.prompts import COMMON_PROMPTS, KINDS, Kind
 from tierkv.torture.scenarios import Scenario
-from tierkv.torture.waits import wait_until
+from tierkv.torture.waits import NeverCame, wait_until
 from tierkv.wire.messages import PurgeReply
 
 if TYPE_CHECKING:
@@ -59,11 +59,17 @@ def purge_to_its_end(round_: Round, tenant: str, job: bytes | None = None) -> Pu
     """With nobody left who could hold anything of it."""
     number = job or new_job()
 
-    def ask() -> PurgeReply | None:
-        receipt = _ask(round_.node, tenant, number)
-        return receipt if receipt.finished else None
+    receipts: list[PurgeReply] = []
 
-    receipt = wait_until(ask, "a purge comes to its end", PURGE_SECONDS)
+    def ask() -> bool:
+        receipts[:] = [_ask(round_.node, tenant, number)]
+        return receipts[0].finished
+
+    try:
+        wait_until(ask, "a purge comes to its end", PURGE_SECONDS)
+    except NeverCame as never:
+        raise NeverCame(f"{never}; it says {receipts}") from never
+    (receipt,) = receipts
     left = (receipt.left_files, receipt.unknown_groups, receipt.held_bytes)
     round_.require(receipt.phase == "gone" and not any(left), f"a purge leaves nothing: {receipt}")
     return receipt
