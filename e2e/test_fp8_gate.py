@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Node, StampedEngine, data_of
-from tests.client.test_coded_groups import SHAPE, coded_identity
+from e2e.harness import Node, StampedEngine, data_of, wait_until
+from tests.client.test_coded_groups import SHAPE, as_read, coded_identity, raw_rows
+from tests.client.test_coded_on_device import Pages
 from tests.verdicts import FP8, measured, verdict, write_passing
 from tierkv.client import connect
 from tierkv.core.reasons import Reason
@@ -68,3 +69,28 @@ def test_a_group_with_a_lossy_codec_and_no_verdict_is_refused_by_name(tmp_path: 
         with connect(node.endpoint) as client:
             assert client.ask_codec(coded.weights).reason is None, "a node of raw blocks misses nothing"
             assert client.open(coded, kv_shape=SHAPE).match(list(range(64))).reason is Reason.NO_VERDICT
+
+
+def test_coded_blocks_are_in_the_pool_of_a_device_and_outlive_its_worker(tmp_path: Path) -> None:
+    """Coded and decoded on the device: the pages of `Pages` refuse to be moved by way of host memory."""
+    identity, tokens, rows = coded_identity(), list(range(16)), raw_rows(4)
+    source, from_pool, from_host = Pages(), Pages(2), raw_rows(4, seed=2)
+    source.fill(rows)
+    with Node(tmp_path, codec="fp8", gpu_devices="cpu", gpu_bytes="4MiB") as node:
+        write_passing(data_of(node), identity.weights)
+        node.start()
+        node.wait_status(lambda status: status.devices[0].state == "ok", "the pool is there")
+        with connect(node.endpoint, timeout_seconds=20) as client:
+            group, pool = client.open(identity, kv_shape=SHAPE), client.map_device("cpu")
+            with group.reserve(tokens, device=pool) as ticket:
+                assert ticket.device_blocks == 4
+                ticket.copy_from(source.on(pool))
+                assert ticket.commit().reason is None
+            wait_until(lambda: group.match(tokens).blocks == 4, "what was stored is visible")
+            with group.acquire(tokens, device=pool) as lease:
+                assert (lease.device_blocks, lease.copy_into(from_pool.on(pool))) == (4, 4)
+            assert from_pool.rows().tobytes() == as_read(rows).tobytes()
+            node.kill("gpu0")
+            with group.acquire(tokens) as lease:
+                assert (lease.device_blocks, lease.copy_into(from_host)) == (0, 4)
+            assert from_host.tobytes() == as_read(rows).tobytes()

@@ -80,7 +80,8 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launch]:
     return {element: compiled(compiler, tmp_path_factory.mktemp(element), element) for element in ELEMENTS}
 
 
-def compiled(compiler: str, folder: Path, element: str) -> Launch:
+def load_kernels(compiler: str, folder: Path, element: str) -> Callable[..., None]:
+    """Both, as one function: runs, their number, pages, slots, verdicts, thread blocks, whether to encode."""
     of_few_threads = source(element).replace("#define THREADS 256u", f"#define THREADS {THREADS}u")
     (folder / "kernel.cpp").write_text(_ON_CPU % of_few_threads)
     command = [compiler, "-std=c++14", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
@@ -88,6 +89,11 @@ def compiled(compiler: str, folder: Path, element: str) -> Launch:
     run = ctypes.CDLL(str(folder / "kernel.so")).run
     number, address = ctypes.c_uint, ctypes.c_void_p
     run.argtypes = [address, number, address, address, address, number, ctypes.c_int]
+    return run  # type: ignore[no-any-return]
+
+
+def compiled(compiler: str, folder: Path, element: str) -> Launch:
+    run = load_kernels(compiler, folder, element)
 
     def launch(table: CodecTable, encodes: bool) -> list[int]:
         verdicts = np.zeros(table.num_blocks, np.uint8)

@@ -21,24 +21,29 @@ class Decoding:
     rows."""
 
     def __init__(self, codec: BlockCodec, destination: np.ndarray | BlockWriter) -> None:
-        self._codec = codec
+        self.codec = codec
         self._raw_bytes = sum(codec.raw_bytes)
-        self._destination = destination
+        self.destination = destination
         self.first_bad: int | None = None  # what no coding makes; what lies behind it may hold anything
 
     def write_blocks(self, first_block: int, blocks: np.ndarray) -> None:
-        if isinstance(self._destination, np.ndarray):
-            right = self._codec.decode(blocks, self._destination[first_block : first_block + len(blocks)])
+        if isinstance(self.destination, np.ndarray):
+            right = self.codec.decode(blocks, self.destination[first_block : first_block + len(blocks)])
             self._note(first_block, right, len(blocks))
             return
         for begin, raw in _staged(len(blocks), self._raw_bytes):
-            right = self._codec.decode(blocks[begin : begin + len(raw)], raw)
+            right = self.codec.decode(blocks[begin : begin + len(raw)], raw)
             if right:
                 told = raw[:right]
                 told.flags.writeable = False
-                self._destination.write_blocks(first_block + begin, told)
+                self.destination.write_blocks(first_block + begin, told)
             if self._note(first_block + begin, right, len(raw)):
                 return
+
+    def note(self, blocks: np.ndarray, right: np.ndarray) -> None:
+        """Which of these blocks are right, where something else has decoded them."""
+        for bad in blocks[~right].tolist():
+            self._note(bad, 0, 1)
 
     def count_right(self, blocks: int) -> int:
         """Of so many proven blocks, how many are right."""
@@ -56,24 +61,31 @@ class Encoding:
     rows."""
 
     def __init__(self, codec: BlockCodec, source: np.ndarray | BlockReader, first_block: int) -> None:
-        self._codec = codec
+        self.codec = codec
         self._raw_bytes = sum(codec.raw_bytes)
-        self._source = source
+        self.source = source
         self._first_block = first_block
         self.refused: int | None = None  # one that holds a number that is not finite
 
     def read_blocks(self, first_block: int, blocks: np.ndarray) -> None:
-        if isinstance(self._source, np.ndarray):
+        if isinstance(self.source, np.ndarray):
             begin = first_block - self._first_block
-            self._code(first_block, self._source[begin : begin + len(blocks)], blocks)
+            self._code(first_block, self.source[begin : begin + len(blocks)], blocks)
             return
         for begin, raw in _staged(len(blocks), self._raw_bytes):
-            self._source.read_blocks(first_block + begin, raw)
+            self.source.read_blocks(first_block + begin, raw)
             if not self._code(first_block + begin, raw, blocks[begin : begin + len(raw)]):
                 return
 
+    def note(self, blocks: np.ndarray, coded: np.ndarray) -> None:
+        """Which of these blocks could be coded, where something else has coded them."""
+        bad = blocks[~coded]
+        if len(bad):
+            first = int(bad.min())
+            self.refused = first if self.refused is None else min(self.refused, first)
+
     def _code(self, first_block: int, raw: np.ndarray, blocks: np.ndarray) -> bool:
-        coded = self._codec.encode(raw, blocks)
+        coded = self.codec.encode(raw, blocks)
         if coded < len(blocks):
             self.refused = first_block + coded
         return coded == len(blocks)

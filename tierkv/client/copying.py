@@ -7,14 +7,18 @@ by itself (BlockWriter, BlockReader). When a function here returns, every copy t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierkv.client.buffers import BlockReader, BlockWriter
+from tierkv.client.coding import Decoding, Encoding
+from tierkv.client.device.coded import copy_in_coded, copy_out_coded
 from tierkv.client.device.copies import copy_in_mixed, copy_out_mixed
 from tierkv.client.device.pages import DevicePages
+from tierkv.core.codec import BlockCodec
 
 if TYPE_CHECKING:
     from tierkv.client.device.pool import MappedPool
@@ -50,6 +54,10 @@ def fill_from(source: np.ndarray | BlockReader, first_block: int) -> Deliver:
 def copy_out(slots: Slots, numbers: np.ndarray, destination: np.ndarray | BlockWriter) -> int:
     """Copy the blocks `numbers`, which are in the first slots. How many, from the first, were copied; whether they are
     what was granted is for the generations to say, which are to be looked at now and not before."""
+    if isinstance(destination, Decoding):
+        with _coding_on_device(slots, destination.destination, destination.codec) as found:
+            if found is not None:
+                return copy_out_coded(slots, *found, numbers, destination)
     deliver = deliver_to(destination)
     if slots.pool is not None:
         return copy_out_mixed(slots, slots.pool, numbers, _pages_of(destination, slots.pool), deliver)
@@ -65,6 +73,10 @@ def copy_out(slots: Slots, numbers: np.ndarray, destination: np.ndarray | BlockW
 
 def copy_in(slots: Slots, numbers: np.ndarray, source: np.ndarray | BlockReader, first_block: int) -> bool:
     """Fill the slots of the blocks `numbers`. False when what is there now must not be published."""
+    if isinstance(source, Encoding):
+        with _coding_on_device(slots, source.source, source.codec) as found:
+            if found is not None:
+                return copy_in_coded(slots, *found, numbers, source)
     fill = fill_from(source, first_block)
     if slots.pool is not None:
         return copy_in_mixed(slots, slots.pool, numbers, _pages_of(source, slots.pool), fill)
@@ -87,3 +99,22 @@ def _reaching_arena(slots: Slots, pages: DevicePages) -> MappedPool | None:
     """Held, where the device of these pages copies from and to the arena by itself: the slots are all there."""
     pool = pages.pool.mapped_under(slots.session)
     return pool if pool is not None and pool.arena is not None and pool.hold() else None
+
+
+@contextmanager
+def _coding_on_device(
+    slots: Slots, memory: object, codec: BlockCodec
+) -> Iterator[tuple[MappedPool, DevicePages] | None]:
+    """The pool whose device has these pages, reaches all of the slots and has the codec; held meanwhile."""
+    pool = slots.pool
+    reaching = _reaching_arena(slots, memory) if pool is None and isinstance(memory, DevicePages) else None
+    try:
+        there = pool or reaching
+        pages = None if there is None else _pages_of(memory, there)
+        if there is None or pages is None or not there.backend.codes(codec):
+            yield None
+        else:
+            yield there, pages
+    finally:
+        if reaching is not None:
+            reaching.let_go()

@@ -1,10 +1,11 @@
 """What moves bytes between an engine's pages, pools and host memory, whatever the device.
 
     gather    pages of an engine -> slots         scatter    slots -> pages of an engine
+    encode    pages -> coded slots                decode     coded slots -> pages (coding.py)
     upload    host slots -> the pool's            download   the pool's slots -> host
     zero      ranges of a pool
 
-`slots` of gather and scatter are a pool's or host memory's: a backend stages what it can't reach directly. Every one
+`slots` of the first four are a pool's or host memory's: a backend stages what it can't reach directly. Every one
 returns a Pending at once: the bytes are there when it is done, and nothing that it reads or writes may be given away
 before. Copies run on streams of the backend's own, never on the default stream; `wait_for` puts what is asked for
 later behind what an engine has asked its own stream for. Copies that are in flight at the same time are in no order
@@ -20,6 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from tierkv.core.codec import BlockCodec
+from tierkv.device.coding import Parts
 from tierkv.device.layouts import PagedLayout
 from tierkv.device.memory import HostMemory
 from tierkv.wire.pools import PoolKind
@@ -43,6 +48,16 @@ class Pending(Protocol):
     @property
     def seconds(self) -> float:
         """From its begin on the device to its end; 0.0 while it isn't done."""
+        ...
+
+
+class Coding(Pending, Protocol):
+    """A copy that codes or decodes."""
+
+    @property
+    def good(self) -> np.ndarray:
+        """bool, one a block, once it is done: whether the block could be coded, or is right. What is not was not
+        written as it should be: its slot or its pages may hold anything."""
         ...
 
 
@@ -157,6 +172,18 @@ class Backend(Protocol):
         self, slots: PoolMap | HostMemory, offsets: Sequence[int], layout: PagedLayout, pages: Sequence[int]
     ) -> Pending:
         """Block i, from offsets[i] of `slots`, to the engine's page pages[i]."""
+        ...
+
+    def codes(self, codec: BlockCodec) -> bool:
+        """Whether `encode` and `decode` can be had for it here. May load and compile what they need, once."""
+        ...
+
+    def encode(self, codec: BlockCodec, parts: Parts, slots: PoolMap | HostMemory, offsets: Sequence[int]) -> Coding:
+        """Block i of a coded group, from its page in each of `parts`, to offsets[i] of `slots`."""
+        ...
+
+    def decode(self, codec: BlockCodec, slots: PoolMap | HostMemory, offsets: Sequence[int], parts: Parts) -> Coding:
+        """Block i of a coded group, from offsets[i] of `slots`, to its pages; where it has none, for the verdict."""
         ...
 
     def upload(

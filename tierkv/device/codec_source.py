@@ -13,6 +13,7 @@ slots are equal to the bit to those that a CPU fills. The options forbid what wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -191,6 +192,11 @@ extern "C" __global__ void decode_runs(
 """
 
 
+def is_aligned(codec: Fp8) -> bool:
+    """Whether every scale of a block is at a multiple of its size, for a GPU reads no other."""
+    return all(begin % SCALE_BYTES == 0 for begin in accumulate(codec.block_bytes[:-1]))
+
+
 def source(element: str) -> str:
     """Both kernels, for pages of this element type."""
     return f"#define THREADS {THREADS}u\n{_COMMON}\ntypedef {_ELEMENTS[element]} Element;\n{_ENCODE}\n{_DECODE}"
@@ -216,11 +222,19 @@ _RUN = np.dtype(
 class CodecTable:
     """What one launch reads, as the bytes to put on the device, and where its parts begin there."""
 
-    def __init__(self, codec: Fp8, layout: PagedLayout, pages: Sequence[int], slots: np.ndarray) -> None:
+    def __init__(
+        self,
+        codec: Fp8,
+        layout: PagedLayout,
+        pages: Sequence[int],
+        slots: np.ndarray,
+        *,
+        has_zeros: bool = False,
+    ) -> None:
         """`slots` are addresses on the device, uint64. Raises ValueError where the layout's blocks are not the codec's
-        raw ones, or where a head is scattered over several runs of memory, or pages have padding: then blocks are to be
-        coded on the host."""
-        runs = np.array([tuple(run) for run in _runs(codec, layout)], _RUN)
+        raw ones, where a head is scattered over several runs of memory, or where blocks have padding, unless the pages
+        that are decoded to begin as zeros (`has_zeros`): the kernel does not touch padding."""
+        runs = np.array([tuple(run) for run in _runs(codec, layout, has_zeros)], _RUN)
         parts = [runs, np.asarray(pages, "<i8"), slots.astype("<u8", copy=False)]
         self.bytes = np.concatenate([part.view(np.uint8) for part in parts])
         self.num_runs = len(runs)
@@ -232,7 +246,7 @@ class CodecTable:
             raise ValueError(f"{self.num_blocks} blocks of {self.num_runs} runs are more than one launch can code")
 
 
-def _runs(codec: Fp8, layout: PagedLayout) -> Iterator[tuple[int | float, ...]]:
+def _runs(codec: Fp8, layout: PagedLayout, has_zeros: bool) -> Iterator[tuple[int | float, ...]]:
     shape = codec.shape
     if layout.block_bytes != shape.total_raw_bytes:
         raise ValueError(
@@ -242,7 +256,7 @@ def _runs(codec: Fp8, layout: PagedLayout) -> Iterator[tuple[int | float, ...]]:
     raw_begin = coded_begin = 0
     for raw_bytes, coded_bytes, pieces in zip(shape.raw_bytes, codec.block_bytes, shape.pieces, strict=True):
         count = sum(piece.heads * piece.tokens * piece.dim for piece in pieces)
-        if count * item != raw_bytes:
+        if count * item != raw_bytes and not has_zeros:
             raise ValueError("pages with padding, which is to come back as zeros")
         scale, numbers = coded_begin, coded_begin + coded_bytes - count
         scales_end = coded_begin + sum(piece.heads for piece in pieces) * SCALE_BYTES

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tierkv.device import reference
+from tierkv.core.codec import BlockCodec
+from tierkv.device import coding, reference
 from tierkv.device.backends import CPU_UUID, Pending, Pinning, PoolMap
 from tierkv.device.checks import check_alike, check_pages, check_ranges, check_slots
+from tierkv.device.coding import Parts, check_coding
 from tierkv.device.layouts import PagedLayout
 from tierkv.device.memory import HostMemory, MemfdPool
 from tierkv.errors import DeviceError
@@ -39,6 +41,23 @@ def at_once(job: Job) -> Done:
     begin = time.perf_counter()
     job()
     return Done(time.perf_counter() - begin)
+
+
+class CpuCoding:
+    def __init__(self, copy: Pending, good: np.ndarray) -> None:
+        self._copy = copy
+        self.good = good
+
+    @property
+    def is_done(self) -> bool:
+        return self._copy.is_done
+
+    @property
+    def seconds(self) -> float:
+        return self._copy.seconds
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self._copy.wait(timeout_seconds)
 
 
 class CpuBackend:
@@ -87,6 +106,21 @@ class CpuBackend:
         check_pages(layout, pages)
         check_slots("scatter", slots, offsets, layout.block_bytes)
         return self._carry(lambda: reference.scatter(memory, offsets, layout, pages))
+
+    def codes(self, codec: BlockCodec) -> bool:
+        return True
+
+    def encode(self, codec: BlockCodec, parts: Parts, slots: PoolMap | HostMemory, offsets: Sequence[int]) -> CpuCoding:
+        memory = _bytes_of(slots)
+        check_coding("encode", codec, parts, slots, offsets, needs_pages=True)
+        good = np.zeros(len(offsets), np.bool_)
+        return CpuCoding(self._carry(lambda: coding.encode(codec, parts, memory, offsets, good)), good)
+
+    def decode(self, codec: BlockCodec, slots: PoolMap | HostMemory, offsets: Sequence[int], parts: Parts) -> CpuCoding:
+        memory = _bytes_of(slots)
+        check_coding("decode", codec, parts, slots, offsets, needs_pages=False)
+        good = np.zeros(len(offsets), np.bool_)
+        return CpuCoding(self._carry(lambda: coding.decode(codec, memory, offsets, parts, good)), good)
 
     def upload(
         self,

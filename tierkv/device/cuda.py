@@ -1,6 +1,6 @@
 """A CUDA device: its context, streams and pools, and what is asked of them.
 
-    pages      gather and scatter: kernels, and the staging of what goes on to host memory
+    pages      gather, scatter, encode and decode: kernels, and the staging of what goes on to host memory
     upload     host -> pool, and zeros
     download   pool -> host
 
@@ -20,9 +20,13 @@ from typing import Protocol
 
 import numpy as np
 
+from tierkv.core.codec import BlockCodec, Fp8
 from tierkv.device import cuda_driver as cuda
 from tierkv.device.backends import Backend, Pending, Pinning, PoolMap
 from tierkv.device.checks import check_alike, check_pages, check_ranges, check_slots
+from tierkv.device.codec_source import CodecTable, is_aligned
+from tierkv.device.coding import Parts, check_coding
+from tierkv.device.cuda_coding import CudaCoder, CudaCoding
 from tierkv.device.cuda_driver import CudaError, Driver
 from tierkv.device.cuda_pool import CudaPool, CudaPools
 from tierkv.device.cuda_streams import CudaPending, CudaStreams
@@ -79,6 +83,11 @@ class CudaBackend:
         self._buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes; used by the stream "pages" alone
         self._mover: Mover | None = None
         self._reached: tuple[Piece, ...] = ()  # of the layout whose memory was looked at last
+        self._preparing = threading.Lock()
+        self._elements: dict[str, bool] = {}  # whether there are kernels of the codec for pages of that type
+        self._coder = CudaCoder(
+            driver, self._streams, buffer=self._buffer, on_device=self._on_device, launch=self._launch_codec
+        )
 
     # ---------------------------------------------------------------- memory
 
@@ -129,6 +138,28 @@ class CudaBackend:
         self, slots: PoolMap | HostMemory, offsets: Sequence[int], layout: PagedLayout, pages: Sequence[int]
     ) -> Pending:
         return self._move("scatter", layout, pages, slots, offsets, to_slots=False)
+
+    def codes(self, codec: BlockCodec) -> bool:
+        if not isinstance(codec, Fp8) or not is_aligned(codec):
+            return False
+        element = codec.shape.element
+        with self._preparing:
+            if element not in self._elements:
+                with self._driver.current(self._context):
+                    self._elements[element] = has_codec(self._gpu.index, element)
+            return self._elements[element]
+
+    def encode(
+        self, codec: BlockCodec, parts: Parts, slots: PoolMap | HostMemory, offsets: Sequence[int]
+    ) -> CudaCoding:
+        check_coding("encode", codec, parts, slots, offsets, needs_pages=True)
+        return self._coder.encode(_fp8(codec), self._mover_for(parts), parts, slots, offsets)
+
+    def decode(
+        self, codec: BlockCodec, slots: PoolMap | HostMemory, offsets: Sequence[int], parts: Parts
+    ) -> CudaCoding:
+        check_coding("decode", codec, parts, slots, offsets, needs_pages=False)
+        return self._coder.decode(_fp8(codec), self._mover_for(parts), slots, offsets, parts)
 
     def upload(
         self,
@@ -199,8 +230,7 @@ class CudaBackend:
         check_alike(pages, offsets)
         check_pages(layout, pages)
         check_slots(what, slots, offsets, layout.block_bytes)
-        self._require_here(layout)
-        mover = self._mover or self._choose_mover()
+        mover = self._mover_for([(layout, pages)])
         stream = self._streams.stream("pages")
         keeps: list[object] = [layout, slots]
         with self._streams.submitting("pages", keeps) as made:
@@ -223,6 +253,11 @@ class CudaBackend:
                             self._driver.call("cuMemcpyHtoDAsync_v2", *place, size, stream)
                         keeps += mover(stream, layout, some, staging, staged, to_slots=False)
         return made[0]
+
+    def _mover_for(self, parts: Parts) -> Mover:
+        for layout, _pages in parts:
+            self._require_here(layout)
+        return self._mover or self._choose_mover()
 
     def _choose_mover(self) -> Mover:
         """With the context current. What runs by the runtime's device index goes back to the device that the thread
@@ -261,6 +296,13 @@ class CudaBackend:
         address, _ = self._buffer("table", table.nbytes)
         self._driver.call("cuMemcpyHtoDAsync_v2", address, table.ctypes.data, table.nbytes, stream)
         return address
+
+    def _launch_codec(
+        self, stream: int, element: str, table: CodecTable, address: int, verdicts: int, *, to_slots: bool
+    ) -> None:
+        from tierkv.device import cupy_codec  # noqa: PLC0415 - only where a GPU is used
+
+        cupy_codec.launch(self._gpu.index, stream, element, table, address, verdicts, to_slots=to_slots)
 
     def _buffer(self, name: str, num_bytes: int) -> tuple[int, int]:
         """Memory of the stream "pages", at least so large."""
@@ -335,6 +377,24 @@ def choose_mover(index: int, on_device: OnDevice) -> Mover:
         return [table.bytes]
 
     return by_cupy
+
+
+def has_codec(index: int, element: str) -> bool:
+    """Whether the kernels of the codec run there: they are cupy's alone."""
+    try:
+        from tierkv.device import cupy_codec  # noqa: PLC0415 - only where a GPU is used
+
+        cupy_codec.prepare(index, element)
+    except (ImportError, DeviceError) as no_cupy:
+        log.warning("blocks of coded groups are coded by the processor, which is slower: %s", str(no_cupy))
+        return False
+    return True
+
+
+def _fp8(codec: BlockCodec) -> Fp8:
+    if not isinstance(codec, Fp8):
+        raise DeviceError("failed", f"there are no kernels for the codec {codec.name}")
+    return codec
 
 
 class OnDevice(Protocol):

@@ -12,8 +12,14 @@ from tierkv.device.cupy_mover import as_current, named_errors
 
 
 @cache
-def _module(element: str) -> cupy.RawModule:
+def _module(index: int, element: str) -> cupy.RawModule:
     return cupy.RawModule(code=source(element), options=OPTIONS)
+
+
+def prepare(index: int, element: str) -> None:
+    """Compile both for that GPU. Raises DeviceError where that can't be had."""
+    with named_errors(), cupy.cuda.Device(index):
+        _module(index, element).compile()
 
 
 def launch(
@@ -30,5 +36,5 @@ def launch(
         np.uint64(verdicts),
     )
     with named_errors(), cupy.cuda.Device(index), as_current(stream, index):
-        kernel = _module(element).get_function(ENCODE_NAME if to_slots else DECODE_NAME)
+        kernel = _module(index, element).get_function(ENCODE_NAME if to_slots else DECODE_NAME)
         kernel((table.num_thread_blocks,), (THREADS,), arguments)

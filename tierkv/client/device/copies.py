@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ STAGED_BYTES = 16 * 2**20
 """So much of a pool's blocks goes through host memory at once on its way to or from an engine's own buffers."""
 WARN_SECONDS = 10.0
 
+_Copy = TypeVar("_Copy", bound="Pending")
+
 _log = logging.getLogger("tierkv.client")
 
 
@@ -40,15 +42,24 @@ class Copies:
     def __init__(self, pool: MappedPool) -> None:
         self._pool = pool
         self._pending: list[Pending] = []
+        self._completed: list[Pending] = []
         self.has_failed = False
 
-    def begin(self, copy: Callable[[], Pending]) -> None:
+    def begin(self, copy: Callable[[], _Copy]) -> _Copy | None:
+        """None where it was not begun, for one has failed."""
         if self.has_failed:
-            return
+            return None
         try:
-            self._pending.append(copy())
+            made = copy()
         except DeviceError as error:
             self._fail(error)
+            return None
+        self._pending.append(made)
+        return made
+
+    def has_completed(self, copy: Pending) -> bool:
+        """Whether it was seen to be done, and has not failed."""
+        return any(copy is one for one in self._completed)
 
     def follow(self, event: object) -> None:
         """What is begun from now on runs behind it."""
@@ -72,6 +83,7 @@ class Copies:
                 _log.warning(
                     "a copy on %s has not completed in %.0f s; it is waited for", self._pool.owner.name, waited
                 )
+            self._completed.append(copy)
         except DeviceError as error:
             self._fail(error)
 
@@ -129,7 +141,7 @@ def copy_in_mixed(
     with Copies(pool) as copies:
         if source is not None:
             copies.follow(source.after)
-            _require_all(source, numbers if arena is not None else numbers[places])
+            require_all(source, numbers if arena is not None else numbers[places])
             _gather(pool, copies, source, pool.memory, numbers[places], slots.offsets[places] - pool.base)
         if source is not None and arena is not None:
             _gather(pool, copies, source, arena, numbers[in_arena], slots.offsets[in_arena])
@@ -217,7 +229,7 @@ def _neighbours(numbers: np.ndarray) -> Iterable[tuple[int, int]]:
     return pairwise(borders)
 
 
-def _require_all(source: DevicePages, numbers: np.ndarray) -> None:
+def require_all(source: DevicePages, numbers: np.ndarray) -> None:
     """What has no page can't be stored."""
     for layout_pages in source.pages:
         pages = np.asarray(layout_pages, np.int64)

@@ -53,6 +53,16 @@ class DevicePages:
             raise ValueError("source: these pages are a destination alone")
         self.host.read_blocks(first_block, blocks)
 
+    def of_blocks(self, numbers: np.ndarray) -> list[tuple[PagedLayout, list[int]]]:
+        """For each page group its layout, and the page of each of these blocks, or NO_PAGE."""
+        inside = (numbers >= self.first_block) & (numbers < self.end_block)
+        found = []
+        for layout, pages in zip(self.layouts, self.pages, strict=True):
+            chosen = np.full(len(numbers), NO_PAGE, np.int64)
+            chosen[inside] = np.asarray(pages, np.int64)[numbers[inside] - self.first_block]
+            found.append((layout, chosen.tolist()))
+        return found
+
     def parts(self, numbers: np.ndarray, offsets: np.ndarray) -> list[tuple[PagedLayout, list[int], list[int]]]:
         """For each page group its layout, the pages of the blocks `numbers`, and where their parts begin, given where
         the blocks do. What has no page is left out."""
