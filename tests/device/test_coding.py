@@ -230,6 +230,11 @@ def test_where_the_kernels_can_not_be_had_the_host_codes(monkeypatch: pytest.Mon
     with opened(FakeCuda()) as cuda:
         assert not cuda.codes(pages.codec)
         assert not cuda.codes(pages.codec)
-    assert asked == [(0, "float16")], "it is looked for once"
+        assert asked == [(0, "float16")], "it is looked for once"
+    fake = FakeCuda()
+    with opened(fake) as cuda:
+        fake.fails["cuCtxPushCurrent_v2"] = [700]
+        assert not cuda.codes(pages.codec), "of a device that is lost nobody is told by an exception"
+    assert len(asked) == 1
     assert CpuBackend().codes(pages.codec)
     assert is_aligned(pages.codec)

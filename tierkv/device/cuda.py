@@ -145,8 +145,11 @@ class CudaBackend:
         element = codec.shape.element
         with self._preparing:
             if element not in self._elements:
-                with self._driver.current(self._context):
-                    self._elements[element] = has_codec(self._gpu.index, element)
+                try:
+                    with self._driver.current(self._context):
+                        self._elements[element] = has_codec(self._gpu.index, element)
+                except DeviceError:  # a device that is lost: what copies finds out, and is answered for that
+                    return False
             return self._elements[element]
 
     def encode(
