@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt, stamps
 from tierkv.core.explain import Question
-from tierkv.core.grants import PENDING, Committed, Evicted, Lease, Refused, Reservation, SealReady, Waiting
+from tierkv.core.grants import PENDING, Committed, Evicted, Lease, Refused, Reservation, SealAnswer, SealReady, Waiting
 from tierkv.core.instructions import Download, Upload, Zero
 from tierkv.core.journal import Balances
 from tierkv.core.purge_scope import OfPrefix, OfTenant
@@ -245,6 +245,26 @@ def test_a_seal_that_does_not_wait_seals_what_lands_later() -> None:
     bench.copy()
     bench.work()
     assert bench.flushed(prompt) == 2
+
+
+def test_a_seal_right_after_the_commit_says_that_the_blocks_are_on_their_way() -> None:
+    bench = bench_with(4, nvme_bytes=1 << 30)
+    first, whole = bench.prompt(1, 2), bench.prompt(1, 2, 3)
+    bench.store(first, on_device=True)
+    assert sealed(bench, first) == SealAnswer(0, 0, Reason.PENDING)
+    bench.copy()
+    assert sealed(bench, first) == SealAnswer(2, 0)
+    bench.store(whole, on_device=True)
+    assert sealed(bench, whole) == SealAnswer(2, 0, Reason.PENDING)
+    assert sealed(bench, bench.prompt(7)) == SealAnswer(0, 0, Reason.NOT_FOUND)
+
+
+def sealed(bench: Bench, prompt: Prompt) -> SealAnswer | Waiting:
+    answer, effects = bench.state.seal(
+        seal_id=7, group=prompt.group, keys=prompt.keys, wait_flushed=False, deadline=bench.now, now=bench.now
+    )
+    bench.absorb(effects)
+    return answer
 
 
 def test_a_shutdown_writes_what_lands_after_it_began() -> None:
@@ -578,6 +598,20 @@ def test_an_operator_evicts_from_devices_and_loses_nothing() -> None:
     bench.copy()
     assert used(bench) == 0
     assert bench.match(prompt) == (2, 2)
+
+
+def test_what_is_lost_with_a_pool_keeps_its_hits() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    bench.release(bench.load(prompt, on_device=True))
+    bench.tick(3.0)
+    bench.absorb(bench.state.device_worker_died(0, bench.now))
+    trace = bench.state.explain(Question(of=prompt.group, keys=prompt.keys)).trace
+    assert trace is not None
+    assert trace.missing is not None
+    left = trace.missing.left
+    assert left is not None
+    assert (left.reason, left.hits, left.at - left.last_used) == (Reason.DEVICE_DOWN, 1, 3.0)
 
 
 def test_what_expires_leaves_devices_too() -> None:

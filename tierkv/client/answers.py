@@ -41,7 +41,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """Of the keys given the first `blocks` are visible, and the first `flushed_blocks` on disk for good."""
+    """Of the keys given the first `blocks` are visible, and the first `flushed_blocks` on disk for good. `reason`
+    pending: more of them, committed in a GPU's pool, are just being copied to host memory, and are sealed there."""
 
     blocks: int
     flushed_blocks: int

@@ -42,10 +42,11 @@ class Seals:
         landings = self._landings_along(group, keys) if self._ledger.landings else []
         for ticket in landings:
             ticket.seals = True
-        if not path and not (landings and wait_flushed):
+        if not path and not landings:
             return SealAnswer(0, 0, Reason.NOT_FOUND if keys else None)
         if not wait_flushed:
-            return SealAnswer(path_blocks(path), self._flushed_blocks(path))
+            pending = Reason.PENDING if landings else None
+            return SealAnswer(path_blocks(path), self._flushed_blocks(path), pending)
         seal = _WaitingSeal(seal_id, group, keys, path, deadline)
         seal.landings = landings
         answer = self._answer(seal, now)
