@@ -183,6 +183,12 @@ def test_devices_are_named_by_number_or_cpu_each_once_and_with_their_room():
     assert "more than any GPU has" in refusal(gpu_devices="1", gpu_bytes="17TiB").problem
 
 
+def test_what_is_wrong_with_a_list_of_devices_is_said_with_what_to_write():
+    assert "cpu:1" in refusal(gpu_devices="cuda:0", gpu_bytes="1GiB").problem
+    for wrong in ("0,", ",0", "0,,1"):
+        assert "a comma too many" in refusal(gpu_devices=wrong, gpu_bytes="1GiB").problem
+
+
 @pytest.mark.parametrize("wrong", ["cuda:0", "-1", "cpu:0", "GPU-1", "0,", "0 1", True, {}, None.__class__, 2.5])
 def test_what_is_no_device_is_refused(wrong):
     assert refusal(gpu_devices=wrong, gpu_bytes="1GiB").field == "gpu_devices"

@@ -224,9 +224,9 @@ class Operator:
         return self._until_finished(lambda: audit_step(self._verbs, chosen, resolve, resolution))
 
     def evict(self, *, tier: str, to_bytes: int, fingerprint: str = "", dry_run: bool = False) -> EvictReply:
-        """Evict from `tier` ("host" or "nvme") until it uses no more than `to_bytes`, in the order in force; only of a
-        model whose `fingerprint` begins so. One slice: ask again until it is `finished`. `dry_run` lists the victims of
-        all slices, and evicts nothing."""
+        """Evict from `tier` ("gpu", "host", "nvme" or "disk") until it uses no more than `to_bytes`, in the order in
+        force; only of a model whose `fingerprint` begins so. One slice: ask again until it is `finished`. `dry_run`
+        lists the victims of all slices, and evicts nothing."""
         return self._run(evict_step(self._verbs, tier, to_bytes, fingerprint, dry_run))
 
     def pin(

@@ -196,7 +196,12 @@ def device_names(devices: str) -> tuple[str, ...]:
 def _device_name(device: str) -> str:
     """ "cpu:1" and so on are further pools in host memory, so that what several GPUs do can be seen without any."""
     if not re.fullmatch(r"[0-9]{1,4}|cpu(:[1-9][0-9]{0,3})?", device):
-        raise ValueError(f"{device!r} is no device; write the numbers that nvidia-smi shows, like 0,1, or cpu")
+        if not device:
+            raise ValueError("there is a comma too many; write devices with one comma between, like 0,1")
+        raise ValueError(
+            f"{device!r} is no device; write the numbers that nvidia-smi shows, like 0,1, or cpu, cpu:1 and so on for "
+            "pools in host memory"
+        )
     return device if device.startswith("cpu") else str(int(device))
 
 

@@ -99,7 +99,8 @@ class Settings(BaseModel):
         "",
         "GPUs in whose memory the node keeps a pool of what is hottest, by the number that nvidia-smi shows, with "
         "commas between: engines on the same GPU copy from it without crossing the bus. `cpu` is a pool in host "
-        "memory instead, for machines without a GPU. Needs gpu_bytes. Empty: no such tier (docs/operations.md).",
+        "memory instead, for machines without a GPU; further ones are `cpu:1`, `cpu:2` and so on. Needs gpu_bytes. "
+        "Empty: no such tier (docs/operations.md).",
         example='"0,1"',
     )
     gpu_bytes: Size | None = _setting(

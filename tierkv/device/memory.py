@@ -53,12 +53,12 @@ class MemfdPool(HostMemory):
         """Sealed against being resized, so that nobody can take pages away from under a copy. They come as they are
         touched. Raises DeviceError."""
         from tierkv.config.machine import Machine  # noqa: PLC0415 - an engine, which makes none, need not load it
+        from tierkv.config.sizes import human_size  # noqa: PLC0415 - as above
 
         limit = Machine.here().limit_bytes
         if num_bytes > limit:
-            raise DeviceError(
-                "larger_than_memory", f"a pool of {num_bytes} bytes in host memory is more than there is ({limit})"
-            )
+            wanted = f"a pool of {human_size(num_bytes)} in host memory"
+            raise DeviceError("larger_than_memory", f"{wanted} is more than there is ({human_size(limit)})")
         fd = os.memfd_create("tierkv pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
@@ -66,7 +66,7 @@ class MemfdPool(HostMemory):
             return cls(mmap.mmap(fd, num_bytes), fd)
         except (OSError, ValueError) as error:
             os.close(fd)
-            raise DeviceError("out_of_memory", f"no pool of {num_bytes} bytes in host memory: {error}") from error
+            raise DeviceError("out_of_memory", f"no pool of {human_size(num_bytes)} in host memory: {error}") from error
 
     @classmethod
     def open(cls, fd: int, num_bytes: int) -> MemfdPool:
