@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 INCOMPLETE = 4
 TIERS = ("gpu", "host", "nvme", "disk")
+UNDER_WAY_SECONDS = 0.05
+"""Until the node is asked again, when all that may go is being copied to host memory, and more may go then."""
 SHOWN = 20
 """Victims of a table; --json has all that are listed."""
 
@@ -36,13 +39,13 @@ SHOWN = 20
 def command(*, where: Where, to: str, tier: str, model: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Evict from a tier until it uses no more than SIZE: the same victims in the same order as when room is needed.
 
-    What leaves a GPU is only slower to get afterwards, as long as host memory has it or has room for it. What leaves
-    host memory and is on NVMe, or leaves NVMe and goes to the disk tier, is only slower to get afterwards;
-    what leaves the last tier that has it is lost, and has to be computed again when it is asked for: --dry-run says how
-    many tokens, and how many seconds of prefill. Pinned prefixes, what engines hold or write, and what is not on disk
-    yet stay; so does a file on NVMe while something that hangs on it is in memory. It goes in slices, requests are
-    served in between; interrupting it leaves what has gone. The node may fill the tier again at once: this lowers no
-    limit.
+    What leaves a GPU is only slower to get afterwards: host memory has it, or has free room for it. Nothing is
+    displaced there for it, and what finds no room stays on the GPU. What leaves host memory and is on NVMe, or leaves
+    NVMe and goes to the disk tier, is only slower to get afterwards; what leaves the last tier that has it is lost, and
+    has to be computed again when it is asked for: --dry-run says how many tokens, and how many seconds of prefill.
+    Pinned prefixes, what engines hold or write, and what is not on disk yet stay; so does a file on NVMe while
+    something that hangs on it is in memory. It goes in slices, requests are served in between; interrupting it leaves
+    what has gone. The node may fill the tier again at once: this lowers no limit.
 
     Exit code 4 when more is used than SIZE in the end. Without a node nothing is evicted: 5.
     """
@@ -109,6 +112,8 @@ def _run(node: Operator, tier: str, to_bytes: int, fingerprint: str, meter: Mete
             meter.show_bytes(gone, wanted, f"{done.evictions:,} evictions")
             if reply.finished:
                 return done
+            if not reply.evictions:
+                time.sleep(UNDER_WAY_SECONDS)
     except KeyboardInterrupt:
         done.interrupted = True
         return done
@@ -192,6 +197,8 @@ def view(reply: EvictReply, tier: str, to_bytes: int) -> Iterator[RenderableType
 def _why(reason: str) -> str:
     if reason == "read_only":
         return "; the data directory can't be written to, so no file can go"
+    if reason == "host_full":
+        return "; the rest stays: only the GPU has it, and host memory has no free room for it (evict from host first)"
     return "; no more may go now: it is held, pinned, not on disk yet, or something hangs on it" if reason else ""
 
 

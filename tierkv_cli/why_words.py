@@ -73,6 +73,7 @@ REASONS: dict[str, str] = {
     Reason.NVME_DEGRADED: "the NVMe tier is out of order",
     Reason.DISK_DEGRADED: "the disk tier is out of order, or away",
     Reason.DEVICE_DOWN: "it was on a GPU only, and the process that had that GPU's pool is gone",
+    Reason.HOST_FULL: "host memory had no room for what only a GPU has",
     Reason.DEVICE_FULL: "the pool of the GPU had no room for what is used so rarely",
     Reason.NAME_TAKEN: "another node has put something else under its name in the disk tier",
     Reason.NOT_PERSISTENT: "this namespace is kept in memory only",

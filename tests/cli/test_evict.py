@@ -70,6 +70,19 @@ def test_what_may_not_go_is_code_4_and_says_why(tierkv, node, evicter):
     assert "more is used than 1.0 GiB; no more may go now" in outcome.err
 
 
+def test_what_finds_no_room_in_host_memory_stays_on_the_gpu_and_that_is_said(tierkv, evicter):
+    evicter["slices"] = [reply(2 * GIB, reason="host_full")]
+    outcome = tierkv("evict", "--tier", "gpu", "--to", "1GiB", "--yes")
+    assert outcome.code == 4
+    assert "host memory has no free room for it" in outcome.err
+
+
+def test_an_empty_slice_is_no_end(tierkv, node, evicter):
+    evicter["slices"] = [reply(2 * GIB, False, evictions=0), reply(GIB)]
+    assert tierkv("evict", "--tier", "gpu", "--to", "1GiB", "--yes").code == 0
+    assert len(node.asked) == 2
+
+
 def test_interrupting_it_leaves_what_has_gone(tierkv, node, evicter):
     evicter["slices"] = [reply(3 * GIB, False), KeyboardInterrupt()]
     outcome = tierkv("evict", "--to", "1GiB", "--yes")

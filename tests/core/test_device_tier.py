@@ -583,6 +583,7 @@ def test_what_leaves_the_device_and_is_nowhere_else_goes_to_host_memory_first() 
 def test_an_operator_evicts_from_devices_and_loses_nothing() -> None:
     bench = bench_with(4, host_slots=4, policy="lru")
     prompt = only_on_device(bench, 1, 2)
+    bench.absorb(bench.state.evict("host", 0, "", bench.now)[1])
     both = bench.prompt(9)
     store(bench, both)
     preview = bench.state.preview_eviction("gpu", 0, "", bench.now)
@@ -598,6 +599,47 @@ def test_an_operator_evicts_from_devices_and_loses_nothing() -> None:
     bench.copy()
     assert used(bench) == 0
     assert bench.match(prompt) == (2, 2)
+
+
+def test_an_operator_displaces_nothing_in_host_memory_and_is_told_what_has_no_room_there() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2)
+    both = bench.prompt(100, 101)
+    for _ in range(2):
+        bench.release(bench.load(both, on_device=True))
+        bench.copy()
+    assert used(bench) == 4
+    assert bench.host_used() == 4
+    preview = bench.state.preview_eviction("gpu", 0, "", bench.now)
+    assert [(victim.key, victim.to, victim.blocks) for victim in preview.victims] == [(both.key(0), "host", 2)]
+    assert (preview.used_bytes, preview.reason) == (2 * PAGE, Reason.HOST_FULL)
+    state, effects = bench.state.evict("gpu", 0, "", bench.now)
+    bench.absorb(effects)
+    bench.copy()
+    assert (state.finished, state.used_bytes, state.reason) == (True, 2 * PAGE, Reason.HOST_FULL)
+    assert (used(bench), bench.host_used()) == (2, 4)
+    assert bench.match(prompt) == (2, 0)
+    assert bench.match(bench.prompt(102, 103)) == (2, 2)
+
+
+def test_a_chain_that_only_a_device_has_goes_by_an_operators_word_from_its_end_on() -> None:
+    bench = bench_with(4, host_slots=4, policy="lru")
+    prompt = only_on_device(bench, 1, 2, 3, 4)
+    bench.absorb(bench.state.evict("host", 0, "", bench.now)[1])
+    assert bench.host_used() == 0
+    preview = bench.state.preview_eviction("gpu", 0, "", bench.now)
+    assert [(victim.key, victim.to) for victim in preview.victims] == [(prompt.key(2), "host"), (prompt.key(0), "host")]
+    assert (preview.used_bytes, preview.reason) == (0, None)
+    slices = []
+    while not slices or not slices[-1].finished:
+        assert len(slices) < 5
+        state, effects = bench.state.evict("gpu", 0, "", bench.now)
+        slices.append(state)
+        bench.absorb(effects)
+        bench.copy()
+    assert (slices[-1].reason, sum(state.blocks for state in slices)) == (None, 4)
+    assert used(bench) == 0
+    assert bench.match(prompt) == (4, 4)
 
 
 def test_what_is_lost_with_a_pool_keeps_its_hits() -> None:

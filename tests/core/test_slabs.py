@@ -26,6 +26,17 @@ def test_a_slot_is_its_block_rounded_up_to_pages(block_bytes: int) -> None:
     assert block_bytes <= slot_bytes < block_bytes + PAGE
 
 
+def test_whether_slots_of_several_sizes_can_be_had_together_is_told_before_they_are() -> None:
+    pool = pool_of(8, 4)
+    pool.allocate(PAGE, 1)  # the other slab is nobody's yet
+    assert pool.has_all({PAGE: 3, 2 * PAGE: 2})
+    assert pool.has_all({PAGE: 7})
+    assert not pool.has_all({PAGE: 4, 2 * PAGE: 1})
+    assert not pool.has_all({PAGE: 8})
+    assert not pool.has_all({8 * PAGE: 1})
+    assert pool.has_all({8 * PAGE: 0})
+
+
 def test_slots_come_in_ascending_order_and_lie_together() -> None:
     pool = pool_of(8, 4)
     assert pool.allocate(PAGE, 6) == [index * PAGE for index in range(6)]

@@ -13,6 +13,7 @@ it goes, unless it ranks below all that is in host memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -275,12 +276,14 @@ class DeviceTier:
             books.cut(extent, place, remaining, reason, to=Account.COPIED)
         ledger.reconsider(extent)
 
-    def parts(self, extent: Extent, device: int, remaining: int) -> list[tuple[int, int, int, str]]:
-        """What becomes of the device's copies from block `remaining` on: first, end, bytes, and the tier where they
+    def parts(
+        self, extent: Extent, device: int, remaining: int, until: int = sys.maxsize
+    ) -> list[tuple[int, int, int, str]]:
+        """What becomes of the device's copies of blocks [remaining, until): first, end, bytes, and the tier where they
         still are. The last ones first, which are nowhere else."""
         books, group = self._books, self._ledger.group_of(extent)
-        lengths = [len(slots) for (on, _), slots in books.places(extent).items() if on == device]
-        longest, blocks = max(lengths, default=0), extent.num_blocks
+        lengths = [min(len(slots), until) for (on, _), slots in books.places(extent).items() if on == device]
+        longest, blocks = max(lengths, default=0), min(extent.num_blocks, until)
         stay = blocks if extent.has_file else min(blocks, books.blocks_without(extent, device, remaining))
         in_files = "nvme" if extent.nvme is FileState.PRESENT else "disk"
         elsewhere = in_files if extent.has_file else "gpu"
@@ -323,26 +326,30 @@ class DeviceTier:
 
     @property
     def leaving_bytes(self) -> int:
-        """On devices, that go once they have been copied to host memory."""
+        """On devices, that go once they have been copied to host memory; not what something there hangs on."""
         books, there = self._ledger.devices, 0
         for extent, device in {(one.extent, one.device) for one in self._fetches.values() if one.demotes is not None}:
-            slots = sum(len(slots) for (on, _), slots in books.places(extent).items() if on == device)
+            floor = max((at.index + 1 for at in extent.branch_points if books.has_kids(at, device)), default=0)
+            lengths = (len(slots) for (on, _), slots in books.places(extent).items() if on == device)
+            slots = sum(max(0, length - floor) for length in lengths)
             there += slots * self._ledger.group_of(extent).slot_bytes
         return there
+
+    @property
+    def is_operator_at_work(self) -> bool:
+        """Whether something leaves a device by an operator's word once it has been copied."""
+        return any(fetch.demotes is Reason.OPERATOR for fetch in self._fetches.values())
 
     def is_fetching(self, extent: Extent, rank: int) -> bool:
         return (extent, rank) in self._to_fetch
 
     def demote(self, extent: Extent, device: int, now: float, reason: Reason = Reason.EVICTED) -> int:
-        """Copy to host memory what only this device has, if room can be made for it there by what ranks below. Returns
-        how many slots of the device are free then; 0: it stays as it is."""
+        """Copy to host memory what only this device has, if room can be made for it there by what ranks below; for an
+        operator, who means the device, if there is room. Returns how many slots of the device are free then; 0: it
+        stays as it is."""
         ledger, books = self._ledger, self._books
         group = ledger.group_of(extent)
-        missing = {
-            rank: len(slots)
-            for (on, rank), slots in books.places(extent).items()
-            if on == device and len(slots) > len(extent.slots[rank])
-        }
+        missing = self.missing_in_host(extent, device)
         if any(self.is_fetching(extent, rank) for rank in missing):
             return 0
         wanted = sum(until - len(extent.slots[rank]) for rank, until in missing.items())
@@ -350,7 +357,8 @@ class DeviceTier:
         fetches = [_Fetch(extent, device, rank, len(extent.slots[rank]), [], reason) for rank in missing]
         for fetch in fetches:
             ledger.hold(extent, fetch.who, missing[fetch.rank])
-        self._host.make_ready(group.slot_bytes, wanted, now, host_rank)
+        if reason is not Reason.OPERATOR:
+            self._host.make_ready(group.slot_bytes, wanted, now, host_rank)
         if ledger.pool.available(group.slot_bytes) < wanted:
             for fetch in fetches:
                 ledger.unhold(extent, fetch.who)
@@ -360,6 +368,14 @@ class DeviceTier:
             fetch.slots = ledger.pool.allocate(group.slot_bytes, until - fetch.first)
             self._begin_fetch(fetch, until)
         return wanted
+
+    def missing_in_host(self, extent: Extent, device: int) -> dict[int, int]:
+        """By rank, how many blocks the device has, where that is more than host memory has."""
+        return {
+            rank: len(slots)
+            for (on, rank), slots in self._books.places(extent).items()
+            if on == device and len(slots) > len(extent.slots[rank])
+        }
 
     def _begin_fetch(self, fetch: _Fetch, blocks: int) -> None:
         """It is held by it."""

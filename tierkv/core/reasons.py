@@ -8,6 +8,7 @@ from enum import StrEnum
 class Reason(StrEnum):
     # room
     NO_ROOM = "no_room"  # every slot is leased, being written, or not yet on disk
+    HOST_FULL = "host_full"  # what only a GPU has would have to go there, and an operator's word displaces nothing
     LARGER_THAN_TIER = "larger_than_tier"
     SESSION_CAP = "session_cap"  # one session holds as much as it may
     NVME_FULL = "nvme_full"  # nothing left there that may be evicted

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from itertools import takewhile
 
 from tierkv.errors import BrokenInvariant
@@ -68,6 +68,17 @@ class SlabPool:
         if not self.fits(slot_bytes):
             return 0
         return self._free_slots.get(slot_bytes, 0) + self._assignable() * (self.slab_bytes // slot_bytes)
+
+    def has_all(self, wanted: Mapping[int, int]) -> bool:
+        """Whether so many slots of each size can be had together, without giving anything up."""
+        slabs = 0
+        for slot_bytes, count in wanted.items():
+            if count and not self.fits(slot_bytes):
+                return False
+            missing = count - self._free_slots.get(slot_bytes, 0)
+            if missing > 0:
+                slabs += -(-missing // (self.slab_bytes // slot_bytes))
+        return slabs <= self._assignable()
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
         """Up to `count` slots, in ascending order."""
