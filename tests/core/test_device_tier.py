@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt, stamps
+from tierkv.core.addresses import pool_bases
 from tierkv.core.explain import Question
 from tierkv.core.grants import PENDING, Committed, Evicted, Lease, Refused, Reservation, SealAnswer, SealReady, Waiting
 from tierkv.core.instructions import Download, Upload, Zero
@@ -15,6 +16,7 @@ from tierkv.core.journal import Balances
 from tierkv.core.purge_scope import OfPrefix, OfTenant
 from tierkv.core.purges import PurgePhase, PurgeState
 from tierkv.core.reasons import Reason
+from tierkv.core.state import CacheState
 
 
 @pytest.fixture(autouse=True)
@@ -666,6 +668,41 @@ def test_what_expires_leaves_devices_too() -> None:
     losses.expire(extent, bench.now)
     bench.state.check()
     assert (bench.match(prompt), used(bench)) == ((0, 0), 0)
+
+
+# ---- slabs of a pool
+
+
+def pools_slabs(num_bytes: int, slab_bytes: int) -> tuple[int, int]:
+    """Capacity of a pool of that size, and the bytes of a slab of it."""
+    limits = replace(bench_with(4).limits, host_bytes=slab_bytes, slab_bytes=slab_bytes, device_bytes=(num_bytes,))
+    end = pool_bases(limits.host_bytes, slab_bytes, limits.device_bytes)[-1]
+    state = CacheState(limits, [0] * (end // PAGE + 1))
+    state.device_worker_started(0, num_bytes, 1.0)
+    slots = state._ledger.devices.pools[0].slots
+    assert slots is not None
+    return state.device_tiers()[0].capacity_bytes, slots.slab_bytes
+
+
+@pytest.mark.parametrize(
+    ("pages", "slab_pages", "capacity", "slab"),
+    [
+        (1024, 64, 1024, 64),  # many slabs: as in host memory
+        (96, 64, 96, 8),  # few: finer ones, of which all can be used
+        (64, 64, 64, 8),
+        (67, 64, 64, 8),  # what is left over is nobody's, and not counted
+        (3, 64, 3, 3),  # less than a slab: one
+        (5, 3, 3, 3),  # what can't be halved stays whole
+    ],
+)
+def test_a_small_pool_is_cut_finer_and_its_capacity_is_of_whole_slabs(
+    pages: int, slab_pages: int, capacity: int, slab: int
+) -> None:
+    assert pools_slabs(pages * PAGE, slab_pages * PAGE) == (capacity * PAGE, slab * PAGE)
+
+
+def test_a_pool_without_a_page_is_empty() -> None:
+    assert pools_slabs(PAGE - 1, 4 * PAGE) == (0, 0)
 
 
 # ---- what every tier promises

@@ -33,6 +33,11 @@ Place = tuple[int, int]
 """A device and a rank."""
 
 
+FEW_SLABS = 8
+"""A pool of fewer would be one block size's, or two's: it is cut finer than host memory, into at most as many as that
+for each of its slabs. What fits in no slab there any more is kept in host memory."""
+
+
 class DevicePool:
     """Of one device. `slots` are None while no worker has a pool there."""
 
@@ -53,7 +58,7 @@ class DevicePool:
 
     @property
     def capacity_bytes(self) -> int:
-        """That there really are."""
+        """That there really are, in whole slabs."""
         return 0 if self.slots is None else self.slots.capacity_bytes
 
     def holds(self, address: int) -> bool:
@@ -95,9 +100,9 @@ class DeviceBooks:
     def open(self, device: int, num_bytes: int) -> None:
         pool, limits = self.pools[device], self._ledger.limits
         num_bytes = min(num_bytes, pool.asked_bytes)
-        pool.slots = SlabPool(
-            num_bytes, limits.slab_bytes, self._generations, page_bytes=limits.page_bytes, base=pool.base
-        )
+        slab_bytes = _slab_bytes(num_bytes, limits.slab_bytes, limits.page_bytes)
+        num_bytes -= num_bytes % slab_bytes if slab_bytes else num_bytes  # or the tier could never be full
+        pool.slots = SlabPool(num_bytes, slab_bytes, self._generations, page_bytes=limits.page_bytes, base=pool.base)
 
     def close(self, device: int) -> list[Extent]:
         """Its memory is no more. Returns the extents that had copies in it."""
@@ -346,3 +351,11 @@ class DeviceBooks:
     @property
     def kids(self) -> Counter[tuple[Branch, int]]:
         return self._kids
+
+
+def _slab_bytes(num_bytes: int, of_host: int, page_bytes: int) -> int:
+    """Of a pool of that size; 0 if it has not one page."""
+    slab_bytes, least = of_host, max(of_host // FEW_SLABS, page_bytes)
+    while num_bytes // slab_bytes < FEW_SLABS and slab_bytes // 2 >= least and not slab_bytes % (2 * page_bytes):
+        slab_bytes //= 2
+    return min(slab_bytes, num_bytes // page_bytes * page_bytes)
