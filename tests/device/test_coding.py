@@ -238,3 +238,38 @@ def test_where_the_kernels_can_not_be_had_the_host_codes(monkeypatch: pytest.Mon
     assert len(asked) == 1
     assert CpuBackend().codes(pages.codec)
     assert is_aligned(pages.codec)
+
+
+@pytest.mark.parametrize("full", [[2], [0, 2]], ids=["none", "half of it"])
+def test_where_an_engine_left_no_memory_on_the_gpu_the_host_codes(
+    full: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out by a copy it would cost the copy's blocks, and the pool, again and again."""
+    monkeypatch.setattr("tierkv.device.cuda.has_codec", lambda index, element: True)
+    pages, fake = CodedPages("fused"), FakeCuda()
+    with opened(fake) as cuda:
+        fake.fails["cuMemAlloc_v2"] = list(full)
+        assert not cuda.codes(pages.codec)
+        assert (fake.calls.count("cuMemAlloc_v2"), fake.calls.count("cuMemFree_v2")) == (len(full), len(full) - 1)
+        assert not cuda.codes(pages.codec)
+        assert fake.calls.count("cuMemAlloc_v2") == len(full), "it is tried once"
+        assert cuda.codes(CodedPages("grouped").codec), "which needs other memory, and gets it"
+    assert not fake.broken
+
+
+def test_what_coding_needs_is_there_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierkv.device.cuda.has_codec", lambda index, element: True)
+    pages, fake = CodedPages("apart"), FakeCuda()
+    with opened(fake) as cuda:
+        cuda._coder = CudaCoder(
+            cuda._driver, cuda._streams, buffer=cuda._buffer, on_device=cuda._on_device, launch=lambda *_, **__: None
+        )
+        assert cuda.codes(pages.codec)
+        large = {name: cuda._buffers[name] for name in ("raw", "coded")}
+        arena = host()
+        for asked in (
+            cuda.encode(pages.codec, pages.parts([0, 1]), arena, [0, SLOT]),
+            cuda.decode(pages.codec, arena, [0, SLOT], pages.parts([0, 1])),
+        ):
+            assert asked.wait(20)
+        assert {name: cuda._buffers[name] for name in large} == large

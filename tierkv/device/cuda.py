@@ -26,7 +26,7 @@ from tierkv.device.backends import Backend, Pending, Pinning, PoolMap
 from tierkv.device.checks import check_alike, check_pages, check_ranges, check_slots
 from tierkv.device.codec_source import CodecTable, is_aligned
 from tierkv.device.coding import Parts, check_coding
-from tierkv.device.cuda_coding import CudaCoder, CudaCoding
+from tierkv.device.cuda_coding import CudaCoder, CudaCoding, staging_of
 from tierkv.device.cuda_driver import CudaError, Driver
 from tierkv.device.cuda_pool import CudaPool, CudaPools
 from tierkv.device.cuda_streams import CudaPending, CudaStreams
@@ -35,7 +35,7 @@ from tierkv.device.layouts import PagedLayout, Piece
 from tierkv.device.memory import HostMemory
 from tierkv.device.probe import find_gpu
 from tierkv.device.runs import find_copies
-from tierkv.errors import DeviceError
+from tierkv.errors import DeviceError, DeviceLost
 from tierkv.wire.pools import PoolKind
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class CudaBackend:
         self._mover: Mover | None = None
         self._reached: tuple[Piece, ...] = ()  # of the layout whose memory was looked at last
         self._preparing = threading.Lock()
-        self._elements: dict[str, bool] = {}  # whether there are kernels of the codec for pages of that type
+        self._codes: dict[tuple[str, int, int], bool] = {}  # element and bytes of a block -> kernels, and memory
         self._coder = CudaCoder(
             driver, self._streams, buffer=self._buffer, on_device=self._on_device, launch=self._launch_codec
         )
@@ -142,15 +142,16 @@ class CudaBackend:
     def codes(self, codec: BlockCodec) -> bool:
         if not isinstance(codec, Fp8) or not is_aligned(codec):
             return False
-        element = codec.shape.element
+        kind = codec.shape.element, sum(codec.raw_bytes), sum(codec.block_bytes)
         with self._preparing:
-            if element not in self._elements:
+            if kind not in self._codes:
                 try:
                     with self._driver.current(self._context):
-                        self._elements[element] = has_codec(self._gpu.index, element)
+                        has_kernels = has_codec(self._gpu.index, codec.shape.element)
+                    self._codes[kind] = has_kernels and self._has_room(codec)
                 except DeviceError:  # a device that is lost: what copies finds out, and is answered for that
                     return False
-            return self._elements[element]
+            return self._codes[kind]
 
     def encode(
         self, codec: BlockCodec, parts: Parts, slots: PoolMap | HostMemory, offsets: Sequence[int]
@@ -307,18 +308,38 @@ class CudaBackend:
 
         cupy_codec.launch(self._gpu.index, stream, element, table, address, verdicts, to_slots=to_slots)
 
+    def _has_room(self, codec: Fp8) -> bool:
+        """Takes the memory of coding, for good. An engine may have left none: that is to be known while the host can
+        still do it, for a copy that fails costs its blocks and the pool."""
+        with self._streams.alone():
+            before = set(self._buffers)
+            try:
+                for name, num_bytes in staging_of(codec):
+                    self._buffer(name, num_bytes)
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                for name in set(self._buffers) - before:
+                    self._drop_buffer(name)
+                log.warning("blocks of coded groups are coded by the processor, which is slower: %s", error.problem)
+                return False
+        return True
+
     def _buffer(self, name: str, num_bytes: int) -> tuple[int, int]:
         """Memory of the stream "pages", at least so large."""
         found = self._buffers.get(name)
         if found is not None and found[1] >= num_bytes:
             return found
         if found is not None:
-            self._driver.call("cuStreamSynchronize", self._streams.stream("pages"))
-            del self._buffers[name]
-            self._driver.call("cuMemFree_v2", found[0])
+            self._drop_buffer(name)
         size = 1 << max(16, (num_bytes - 1).bit_length())
         made = self._buffers[name] = (self._driver.read_address("cuMemAlloc_v2", size), size)
         return made
+
+    def _drop_buffer(self, name: str) -> None:
+        self._driver.call("cuStreamSynchronize", self._streams.stream("pages"))
+        address, _num_bytes = self._buffers.pop(name)
+        self._driver.call("cuMemFree_v2", address)
 
 
 class _Mark:

@@ -59,6 +59,14 @@ class Move(Protocol):
     ) -> list[object]: ...
 
 
+def staging_of(codec: Fp8) -> list[tuple[str, int]]:
+    """Names and bytes of the memory that coding needs on the device, whatever it codes."""
+    return [
+        (name, max(ROWS_BYTES, _aligned(sum(size))))
+        for name, size in (("raw", codec.raw_bytes), ("coded", codec.block_bytes))
+    ]
+
+
 class CudaCoding:
     """The Coding of this device."""
 

@@ -89,6 +89,12 @@ class CudaStreams:
                 raise
             made.append(CudaPending(self, begin, end, tuple(keeps)))
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody asks for work inside, and the context is current."""
+        with self._lock, self._driver.current(self._context):
+            yield
+
     def seconds_of(self, begin: int, end: int) -> float | None:
         """Between two events, None while the second has not come. They are given back once it has: ask once more than
         that and they are somebody else's."""
