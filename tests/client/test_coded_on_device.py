@@ -331,3 +331,38 @@ def test_where_the_device_reaches_the_arena_blocks_of_both_are_coded_there(
         through_host = np.zeros_like(rows)
         assert lease.copy_into(through_host) == 4
     assert through_host.tobytes() == back.rows().tobytes() == as_read(rows).tobytes()
+
+
+def test_damage_is_told_once_however_often_it_is_copied(
+    node: DeviceNode, client: Client, coded: Group, late: LateCopies, pool: DevicePool
+) -> None:
+    """Behind the first word another engine may store the block anew, which a second one would drop."""
+    store(late, pool, coded, raw_rows(4))
+    at = slot_in_pool(node, coded, 2)
+    node.devices.pool.bytes[at : at + 4] = bytes(4)
+    with coded.acquire(TOKENS, device=pool) as lease:
+        for _ in range(2):
+            assert with_copies(late, 1, lambda: lease.copy_into(Pages().on(pool))) == 2
+        node.bump_in_pool(coded.keys(TOKENS), 1)
+        assert with_copies(late, 1, lambda: lease.copy_into(Pages().on(pool))) == 1
+    assert len(node.saw(ReportBad, at_least=1)) == 1
+    assert client.counters.by_reason == {Reason.BAD_SCALE: 2, Reason.REVOKED: 1}
+
+
+def test_a_ticket_whose_second_copy_did_not_end_is_not_published(
+    node: DeviceNode, coded: Group, late: LateCopies, pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Pages()
+    source.fill(raw_rows(4))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with coded.reserve(TOKENS, device=pool) as ticket:
+        with_copies(late, 1, lambda: ticket.copy_from(source.on(pool)))
+        monkeypatch.setattr(CpuBackend, "encode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.copy_from(source.on(pool))
+        with pytest.raises(ValueError, match="not written"):
+            ticket.commit()
+    assert not node.saw(Commit)

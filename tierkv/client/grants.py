@@ -152,8 +152,9 @@ class LeaseCore:
         if not isinstance(target, Decoding):
             return valid
         right = target.count_right(valid)
+        self._facts.bad_block = right if right < valid else None  # of this copy; an earlier one's was told
         if right < valid:
-            self._facts.bad_block, self._facts.reason = right, Reason.BAD_SCALE
+            self._facts.reason = Reason.BAD_SCALE
         return right
 
     def _came_short(self, valid: int) -> bool:
@@ -305,6 +306,7 @@ class TicketCore:
         if slots is None:
             return
         codec, first = self._facts.group.codec, self._facts.first_block
+        self._written[:] = False  # what an earlier copy wrote is overwritten by now, should this one not end
         if codec is None:
             self._facts.is_lost |= not copy_in(slots, self._facts.granted, source, first)
         else:

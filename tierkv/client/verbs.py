@@ -248,8 +248,9 @@ class Verbs(InlineVerbs):
             self._state.count(Reason.REVOKED)
             return
         self._state.count(facts.reason)
-        if facts.keys:
-            yield from self.report_bad(facts.group, facts.keys, facts.bad_block)
+        keys, facts.keys = facts.keys, b""  # once: by the next copy the keys may name blocks that others have stored
+        if keys:
+            yield from self.report_bad(facts.group, keys, facts.bad_block)
 
     def report_bad(self, group: GroupRecord, keys: bytes, first_bad: int) -> Verb[Reason | None]:
         blocks = len(keys) // KEY_BYTES
