@@ -134,7 +134,11 @@ class DeviceMachine(CacheMachine):
     def something_happens_to_a_device(self, draw: st.DataObject) -> None:
         device = draw.draw(st.integers(0, len(self.devices) - 1))
         one = self.devices[device]
-        kinds = ["map", "map", "map", "die", "hear late"] if one.is_up else ["start", "start", "start smaller", "map"]
+        kinds = (
+            ["map", "map", "map", "die", "hear late", "evict"]
+            if one.is_up
+            else ["start", "start", "start smaller", "map"]
+        )
         what = draw.draw(st.sampled_from(kinds))
         if what == "map":
             self.state.map_device(draw.draw(st.sampled_from(self.here.sessions)), device)
@@ -145,6 +149,18 @@ class DeviceMachine(CacheMachine):
             self.absorb(self.state.device_report(whose, report, self.now))
         elif what == "die":
             self.a_device_dies(device)
+        elif what == "evict":
+            self.an_operator_evicts_from_devices()
+
+    def an_operator_evicts_from_devices(self) -> None:
+        """Nothing is lost, nothing leaves host memory, and no more goes than was said."""
+        in_host = {extent: extent.longest_host_blocks for extent in self.state._ledger.tree}
+        preview = self.state.preview_eviction("gpu", 0, "", self.now)
+        answer, effects = self.state.evict("gpu", 0, "", self.now)
+        assert {extent: extent.longest_host_blocks for extent in self.state._ledger.tree} == in_host
+        assert preview.used_bytes <= answer.used_bytes
+        assert answer.lost_tokens == 0
+        self.absorb(effects)
 
     def a_device_dies(self, device: int) -> None:
         one = self.devices[device]

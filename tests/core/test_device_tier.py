@@ -9,6 +9,7 @@ import pytest
 
 from tests.core.simulation import PAGE, Bench, Prompt, stamps
 from tierkv.core.addresses import pool_bases
+from tierkv.core.evicting import EvictState
 from tierkv.core.explain import Question
 from tierkv.core.grants import PENDING, Committed, Evicted, Lease, Refused, Reservation, SealAnswer, SealReady, Waiting
 from tierkv.core.instructions import Download, Upload, Zero
@@ -632,7 +633,7 @@ def test_a_chain_that_only_a_device_has_goes_by_an_operators_word_from_its_end_o
     preview = bench.state.preview_eviction("gpu", 0, "", bench.now)
     assert [(victim.key, victim.to) for victim in preview.victims] == [(prompt.key(2), "host"), (prompt.key(0), "host")]
     assert (preview.used_bytes, preview.reason) == (0, None)
-    slices = []
+    slices: list[EvictState] = []
     while not slices or not slices[-1].finished:
         assert len(slices) < 5
         state, effects = bench.state.evict("gpu", 0, "", bench.now)
