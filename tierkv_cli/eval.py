@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from tierkv.storage.directory import DataDirectory
     from tierkv.storage.verdicts import Verdict
 
-FAILED = 1
+FAILED, NOT_KEPT = 1, 4
 CODEC = "fp8"
 BLOCK_TOKENS = 16
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -69,10 +71,13 @@ def command(
     eval_max_perplexity_ratio, eval_min_retrieval); a running node reads verdicts at its next start. See docs/fp8.md.
 
     The model runs on the CPU of this machine, in a process of its own, and takes torch and transformers. No node has to
-    run. Exit code 0: passed; 1: failed, and the verdict says so; 2: bad input. Ctrl-C ends it, and nothing is kept.
+    run. The data directory has to be there; an empty folder becomes one. Exit code 0: passed; 1: failed, and the
+    verdict says so; 2: bad input; 4: no verdict is kept, for the model could not be run to its end, or what was
+    measured (it is printed) could not be written. Ctrl-C ends it, and nothing is kept.
     """
     from tierkv.core.codec_gate import CODECS
     from tierkv.core.eval_results import why_failed
+    from tierkv.errors import StorageError
     from tierkv.evaluation.messages import EvalRequest
     from tierkv.storage.names import VERDICTS
     from tierkv.storage.verdicts import write_verdict
@@ -98,12 +103,19 @@ def command(
         with Meter("eval", as_json=as_json) as meter:
             found = run_model(request, meter)
         verdict = make_verdict(request, found, settings.eval_limits)
-        write_verdict(directory, verdict)
+        not_kept = ""
+        try:
+            write_verdict(directory, verdict)
+        except StorageError as error:  # what took so long to measure is shown all the same
+            not_kept = str(error)
     path, seconds = settings.data_dir / VERDICTS / verdict.file, time.monotonic() - begun
     if as_json:
-        print_json(as_object(verdict, path, seconds))
+        print_json(as_object(verdict, path, seconds, not_kept))
     else:
-        tell(verdict, path, seconds)
+        tell(verdict, path, seconds, not_kept)
+    if not_kept:
+        click.echo(f"tierkv: the verdict could not be written to {path}: {not_kept}", err=True)
+        return NOT_KEPT
     return FAILED if why_failed(verdict.measured, verdict.limits) else 0
 
 
@@ -124,15 +136,51 @@ def read_prompts(path: str) -> list[EvalPrompt]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[DataDirectory]:
-    """The data directory, also while a node is running there, made where it is absent: and it can be written to, before
-    the model runs for an hour. Raises DataDirectoryError."""
+    """The data directory, also while a node is running there, made where the folder is empty: and a verdict can be
+    written to it, before the model runs for an hour. Raises UsageError, DataDirectoryError."""
+    from tierkv.errors import DataDirectoryError, StorageError
     from tierkv.node.held_directory import HeldDirectory
     from tierkv.storage.directory import FORMAT, DataDirectory
+    from tierkv.storage.verdicts import require_room
 
+    if not os.path.lexists(path):
+        raise click.UsageError(f"--data-dir: {path} is not there; {_instead_of(path)}")
+    advice = "run the eval with another --data-dir, and copy the verdict to the node's (docs/fp8.md)"
     if not (path / FORMAT).exists():
+        if _is_read_only(path):
+            raise DataDirectoryError(f"{path} is on a file system that can't be written to; {advice}")
         HeldDirectory.take(path, 0.0).close()
-    with DataDirectory.open(path, create=False) as directory:
+        click.echo(f"tierkv: made a new data directory in {path}", err=True)
+    try:
+        opened = DataDirectory.open(path, create=False)
+    except DataDirectoryError as error:
+        if isinstance(error.__cause__, StorageError):
+            raise DataDirectoryError(f"{error}; {advice}") from error
+        raise
+    with opened as directory:
+        try:
+            require_room(directory)
+        except StorageError as error:
+            problem = f"no verdict can be written to {path}: {error}; make room there, or {advice}"
+            raise DataDirectoryError(problem) from error
         yield directory
+
+
+def _is_read_only(path: Path) -> bool:
+    return path.is_dir() and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
+def _instead_of(path: Path) -> str:
+    """What may have been meant by a data directory that is not there, or how to make it."""
+    from tierkv.storage.directory import FORMAT
+
+    made = f"for a new one make it first (mkdir -p -m 700 {path})"
+    try:
+        beside = [one.name for one in path.parent.iterdir() if (one / FORMAT).exists()]
+    except OSError:  # its parent is not there either, or not for us to look into
+        return made
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"is {path.parent / near[0]} meant? Or {made}" if near else made
 
 
 def make_verdict(request: EvalRequest, found: Finished, limits: Thresholds) -> Verdict:

@@ -24,7 +24,9 @@ KEPT_WORDS = 400
 
 
 class NothingMeasured(TierkvError):
-    """Of no use what came of it, for a reason of its own (exit code 1)."""
+    """Of no use what came of it, for a reason of its own. Told from a verdict of "failed" by its exit code."""
+
+    exit_code = 4
 
 
 def run_model(request: EvalRequest, meter: Meter) -> Finished:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from tierkv_cli.output import console, count, duration, percent, plain, printable, table
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from tierkv.storage.verdicts import Verdict
 
 
-def as_object(verdict: Verdict, path: Path, seconds: float) -> dict[str, object]:
-    """The value of --json: the verdict as it is kept, and how it comes out by the limits in force."""
+def as_object(verdict: Verdict, path: Path, seconds: float, not_kept: str = "") -> dict[str, object]:
+    """The value of --json: the verdict as it is kept, or should have been (`not_kept` says why it is not), and how it
+    comes out by the limits in force."""
     from tierkv.core.eval_results import check_all, why_failed
 
     problem = why_failed(verdict.measured, verdict.limits)
@@ -27,6 +29,8 @@ def as_object(verdict: Verdict, path: Path, seconds: float) -> dict[str, object]
         "passed": not problem,
         "problem": problem,
         "file": str(path),
+        "kept": not not_kept,
+        "not_kept": not_kept,
         "seconds": round(seconds, 1),
         "checks": [
             {"setting": one.setting, "measured": one.measured, "limit": one.limit, "holds": one.holds}
@@ -38,7 +42,7 @@ def as_object(verdict: Verdict, path: Path, seconds: float) -> dict[str, object]
     }
 
 
-def tell(verdict: Verdict, path: Path, seconds: float) -> None:
+def tell(verdict: Verdict, path: Path, seconds: float, not_kept: str = "") -> None:
     from tierkv.core.eval_results import why_failed
 
     measured, out = verdict.measured, console()
@@ -54,7 +58,14 @@ def tell(verdict: Verdict, path: Path, seconds: float) -> None:
         f"generated greedily: the first {percent(measured.generated_agreement, 1)} of {measured.generated:,} tokens "
         f"are the same. KL at the 99th percentile: {measured.kl_p99:.4f} nats.\n"
     )
-    if problem := why_failed(measured, verdict.limits):
+    problem = why_failed(measured, verdict.limits)
+    if not_kept:
+        click.echo(f"FAILED: {problem}." if problem else "passed, by the limits in force.")
+        click.echo(
+            f"The verdict is NOT KEPT: {not_kept}\nOnce there is room, put this line into {path}, or run it again:"
+        )
+        click.echo(msgspec.json.encode(verdict).decode())
+    elif problem:
         click.echo(f"FAILED: {problem}.\nThe model stays raw. The verdict is kept in {path}")
     else:
         click.echo(f"passed: serve with codec = fp8 stores this model with it, from its next start on.\nKept in {path}")

@@ -18,6 +18,7 @@ from tests.cli.conftest import Outcome
 from tests.verdicts import FP8, measured
 from tierkv.config import Settings
 from tierkv.core.eval_results import Measured
+from tierkv.errors import StorageError
 from tierkv.evaluation.messages import EvalMessage, EvalRequest, Finished, Note, Problem, Working, encode_line
 from tierkv.node.lock import lock_data_directory
 from tierkv.node.start_checks import require_verdict
@@ -47,6 +48,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 @pytest.fixture
 def eval_(tierkv: Tierkv, tmp_path: Path, says: object) -> Tierkv:
     (tmp_path / "model").mkdir()
+    (tmp_path / "data").mkdir()
     (tmp_path / "prompts").write_text('one\n"two"\n{"prompt": [3, 4]}\n\n{"messages": [{"role": "user"}]}\n')
 
     def call(*arguments: str) -> Outcome:
@@ -127,7 +129,9 @@ def test_json_is_what_the_table_says(eval_: Tierkv, says: Callable[..., None], t
     ]
     assert told["verdict"]["measured"]["kl"] == 1.0
     assert told["file"] == str(tmp_path / "data" / VERDICTS / kept(tmp_path)[0].file)
-    assert {"passed", "problem", "file", "seconds", "checks", "perplexity_ratio", "retrieval", "verdict"} == set(told)
+    assert {"passed", "problem", "file", "kept", "not_kept", "seconds"} < set(told)
+    assert {"checks", "perplexity_ratio", "retrieval", "verdict"} < set(told)
+    assert (told["kept"], told["not_kept"]) == (True, "")
 
 
 def test_limits_are_the_settings_in_force(eval_: Tierkv, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +194,89 @@ def test_without_a_data_directory_there_is_no_place_for_a_verdict(tierkv: Tierkv
     assert "--data-dir" in done.err
 
 
+def test_a_data_directory_that_is_not_there_is_refused_and_the_nearest_named(eval_: Tierkv, tmp_path: Path) -> None:
+    DataDirectory.open(tmp_path / "cache").close()
+    done = eval_("--data-dir", str(tmp_path / "cahce"))
+    assert done.code == 2
+    assert f"{tmp_path / 'cahce'} is not there; is {tmp_path / 'cache'} meant?" in done.err
+    assert "mkdir" in done.err
+    assert not (tmp_path / "cahce").exists()
+    assert not (tmp_path / "request").exists()
+    assert "mkdir" in eval_("--data-dir", str(tmp_path / "no" / "where")).err
+
+
+def test_an_empty_folder_becomes_a_data_directory_and_that_is_said(eval_: Tierkv, tmp_path: Path) -> None:
+    assert f"made a new data directory in {tmp_path / 'data'}" in eval_().err
+    assert "made a new" not in eval_().err
+
+
+NO_ROOM = StorageError("write", "ENOSPC", "disk_full", "No space left on device")
+
+
+def raise_no_room(*_: object) -> None:
+    raise NO_ROOM
+
+
+def test_without_room_for_a_verdict_the_model_does_not_run(
+    eval_: Tierkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.storage.verdicts.write_small_file", raise_no_room)
+    done = eval_()
+    assert done.code == 2
+    assert f"no verdict can be written to {tmp_path / 'data'}: write failed with ENOSPC" in done.err
+    assert "another --data-dir" in done.err
+    assert not (tmp_path / "request").exists()
+
+
+@pytest.mark.parametrize("result", [measured(), measured(kl=1.0)])
+def test_what_can_not_be_kept_is_printed_all_the_same(
+    eval_: Tierkv, says: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Measured
+) -> None:
+    says(finished(result))
+    monkeypatch.setattr("tierkv.storage.verdicts.write_verdict", raise_no_room)
+    done = eval_()
+    assert done.code == 4
+    (name,) = [line for line in done.err.splitlines() if "could not be written" in line]
+    assert str(tmp_path / "data" / VERDICTS) in name
+    assert "eval_min_agreement" in done.out
+    assert "NOT KEPT: write failed with ENOSPC" in done.out
+    assert kept(tmp_path) == []
+    told = eval_("--json")
+    assert (told.code, told.json["kept"], told.json["not_kept"]) == (4, False, str(NO_ROOM))
+    assert told.json["verdict"]["measured"]["kl"] == result.kl
+
+    line = done.out.splitlines()[-1]
+    (tmp_path / "data" / VERDICTS / Path(told.json["file"]).name).write_text(line)
+    (verdict,) = kept(tmp_path)
+    assert verdict.measured == result
+
+
+def test_nothing_is_left_of_the_proof_that_there_is_room(eval_: Tierkv, tmp_path: Path) -> None:
+    assert eval_().code == 0
+    assert [path.suffix for path in (tmp_path / "data" / VERDICTS).iterdir()] == [".json"]
+    assert list((tmp_path / "data" / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_directory_that_is_read_only_has_advice_that_an_eval_can_follow(
+    eval_: Tierkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made: bool
+) -> None:
+    if is_made:
+        DataDirectory.open(tmp_path / "data").close()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StorageError("open", "EROFS", "read_only", "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DataDirectory, "create_temp", refuse)
+        patched.setattr("tierkv_cli.eval._is_read_only", lambda path: True)
+        done = eval_()
+    assert done.code == 2
+    assert str(tmp_path / "data") in done.err
+    assert "copy the verdict to the node's" in done.err
+    assert "start with read_only" not in done.err
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -222,7 +309,7 @@ def test_a_folder_that_is_not_there_is_named(eval_: Tierkv, tmp_path: Path, opti
     assert "nowhere" in done.err
 
 
-@pytest.mark.parametrize(("is_bad_input", "code"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("is_bad_input", "code"), [(True, 2), (False, 4)])
 def test_a_problem_is_one_line_and_nothing_is_kept(
     eval_: Tierkv, says: Callable[..., None], tmp_path: Path, is_bad_input: bool, code: int
 ) -> None:
@@ -241,7 +328,7 @@ def test_a_process_that_dies_is_told_of(
 ) -> None:
     says(Working(stage="prompts", done=0, total=9), then=then)
     done = eval_()
-    assert done.code == 1
+    assert done.code == 4
     assert said in done.err
     assert kept(tmp_path) == []
 

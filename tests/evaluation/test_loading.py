@@ -46,6 +46,12 @@ def test_weights_that_the_library_can_not_load_are_named(folder: Path) -> None:
         load(folder, None, data_dir="", block_tokens=8)
 
 
+def test_a_folder_without_a_configuration_is_named_before_the_library_is_asked(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=f"{folder} holds no config.json; name the folder"):
+        load(folder, None, data_dir="", block_tokens=8)
+
+
 def test_a_model_larger_than_memory_is_not_even_tried(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"take about .* free on this box; stop what else"):
         load(folder, None, data_dir="", block_tokens=8, room=lambda: MemoryRoom(1000, "this box"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from tierkv.storage.weight_files import stat_signature
 
 WORKING_ROOM = 0.2
 """Of the weights' size, beside them: what a pass through the model needs."""
+
+CONFIG = "config.json"
 
 COPIES_OF_KV = 4
 """The longest prompt is there raw and coded, stored and in a cache."""
@@ -64,11 +67,13 @@ def load(
 ) -> ReadyModel:
     """Raises ConfigError("model" or "adapter"), UnsupportedModel, IdentityError."""
     size = sum(named.stat.size for named in stat_signature(folder))
+    if not (folder / CONFIG).is_file():
+        raise ConfigError("model", f"{folder} holds no {CONFIG}; name the folder with the model as the engine loads it")
     require_room("model", int(size * (1 + WORKING_ROOM)), f"the weights in {folder} and one pass through them", room())
     try:
         loaded = load_model(folder, data_dir=data_dir or None)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # as the library says that it can't
-        raise ConfigError("model", f"{folder} can't be loaded: {_first_line(error)}") from error
+        raise ConfigError("model", f"{folder} can't be loaded: {_said_by(error)}") from error
     if not loaded.weights:
         raise ConfigError("model", f"{loaded.problem}; without a fingerprint no verdict can be kept")
     fingerprint = ""
@@ -118,7 +123,7 @@ class Tokens:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            problem = f"{folder} has no tokenizer that can be used: {_first_line(error)}"
+            problem = f"{folder} has no tokenizer that can be used: {_said_by(error)}"
             raise ConfigError("model", problem) from error
         self.special = frozenset(self._tokenizer.all_special_ids)
 
@@ -148,7 +153,7 @@ class Tokens:
         try:
             text = self._tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            problem = f"line {prompt.line}: the model's chat template does not take it: {_first_line(error)}"
+            problem = f"line {prompt.line}: the model's chat template does not take it: {_said_by(error)}"
             raise ConfigError("prompts", problem) from error
         return self.bare(text)
 
@@ -180,10 +185,10 @@ def _apply(model: Any, adapter: Path) -> None:
     except ImportError as error:
         raise ConfigError("adapter", "it takes the package peft to run one: pip install peft") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise ConfigError("adapter", f"{adapter} does not fit the model: {_first_line(error)}") from error
+        raise ConfigError("adapter", f"{adapter} does not fit the model: {_said_by(error)}") from error
     model.eval()
 
 
-def _first_line(error: BaseException) -> str:
+def _said_by(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
+    return textwrap.shorten(" ".join(lines), 300, placeholder=" ...") or type(error).__name__

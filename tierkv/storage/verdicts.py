@@ -7,6 +7,7 @@ Whether it lets the codec be used is decided when it is read, by the limits in f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,9 +27,11 @@ from tierkv.storage.temp_file import write_small_file
 
 FORMAT = 1
 MAX_VERDICT_BYTES = 2**20
+VERDICT_ROOM = 2**16  # more than one with every length and depth takes
 NO_ADAPTER = "none"
 
 _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64}|none)-([a-z0-9_]{1,32})\.json")
+_PROBE = "probe"
 _MAGIC = b"tierkv verdict 1"
 
 
@@ -79,6 +82,14 @@ def write_verdict(directory: DataDirectory, verdict: Verdict) -> None:
     write_small_file(directory, (VERDICTS,), sealed.file, msgspec.json.format(msgspec.json.encode(sealed)) + b"\n")
 
 
+def require_room(directory: DataDirectory) -> None:
+    """Prove that a verdict could be written now, by a file of the room that one takes, under a name that is none, which
+    goes at once. Raises StorageError."""
+    write_small_file(directory, (VERDICTS,), _PROBE, bytes(VERDICT_ROOM))
+    with directory.folder((VERDICTS,)) as folder_fd, contextlib.suppress(FileNotFoundError):
+        os.unlink(_PROBE, dir_fd=folder_fd)  # another eval may have had the same
+
+
 def read_verdicts(directory: DataDirectory) -> list[Verdict | Void]:
     """By name. What has not a name of ours is left alone. Raises StorageError when the folder can't be read."""
     try:
@@ -103,7 +114,7 @@ def _read(directory: DataDirectory, folder_fd: int, name: str) -> Verdict | Void
 
     def void(problem: str) -> Void:
         path = directory.path / VERDICTS / name
-        return Void(weights, adapter, codec, f"{path} is void: {problem}; run `tierkv eval` again")
+        return Void(weights, adapter, codec, f"{path} is void: {problem}")
 
     try:
         with open_regular(folder_fd, name) as (fd, _):
