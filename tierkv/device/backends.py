@@ -175,8 +175,8 @@ class Backend(Protocol):
         ...
 
     def codes(self, codec: BlockCodec) -> bool:
-        """Whether `encode` and `decode` can be had for it here. May load and compile what they need, once. Raises
-        nothing."""
+        """Whether `encode` and `decode` can be had for it here. May load, compile and allocate what they need,
+        once. Raises nothing."""
         ...
 
     def encode(self, codec: BlockCodec, parts: Parts, slots: PoolMap | HostMemory, offsets: Sequence[int]) -> Coding:
