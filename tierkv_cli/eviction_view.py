@@ -236,6 +236,11 @@ makes the advice."""
 def _asked_again(seen: Sums) -> str:
     if not seen.dropped_tokens:
         return f"{seen.regret_tokens:,} tokens that were dropped before were asked for again"
+    if seen.regret > 1:  # the same ones again and again, or dropped before this span began
+        return (
+            f"{seen.regret_tokens:,} tokens were asked for again after they had been dropped, and "
+            f"{seen.dropped_tokens:,} were dropped in this span (some several times, or before it)"
+        )
     percent = 100 * seen.regret
     share = f"less than 0.1 % ({seen.regret_tokens:,})" if 0 < percent < 0.05 else f"{percent:.1f} %"
     return f"{share} of the tokens that were dropped were asked for again"

@@ -217,7 +217,7 @@ def _numbers(line: Sums) -> tuple[str, ...]:
         f"{line.hits / line.evictions:.1f}" if line.evictions else "-",
         f"{value:,.1f}" if value else "-",
         f"{line.regret_tokens:,}",
-        f"{100 * line.regret:.1f} %" if line.dropped_tokens else "-",
+        ("over 100 %" if line.regret > 1 else f"{100 * line.regret:.1f} %") if line.dropped_tokens else "-",
         f"{line.regret_seconds:,.1f} s",
     )
 

@@ -124,6 +124,11 @@ def test_means_are_weighed_and_regret_is_a_share_of_what_was_dropped(tierkv, nod
             DAY,
             "7,152 tokens that were dropped before were asked for again. Whether that is much",
         ),
+        (
+            (line(LLAMA, tokens=1_000, regrets=4, regret_tokens=3_031, regret_seconds=3.0),),
+            DAY,
+            "Too small: 3,031 tokens were asked for again after they had been dropped, and 1,000 were dropped in",
+        ),
     ],
 )
 def test_the_advice_follows_from_the_figures(tierkv, node, journal, lines, seconds, words):

@@ -555,6 +555,20 @@ def test_who_waits_for_a_copy_when_the_worker_dies_is_answered_and_what_only_the
     assert bench.state.counts.lost_blocks == {Reason.DEVICE_DOWN: 2}
 
 
+def test_what_is_lost_with_a_pool_is_told_as_dropped_and_asking_for_it_again_regrets_no_more_than_that() -> None:
+    bench = bench_with(6, host_slots=6, policy="lru")
+    lost = only_on_device(bench, 1, 2)
+    store(bench, bench.prompt(7, 8))  # in host memory too: nothing of it is lost
+    bench.notices.clear()
+    bench.lose_device()
+    told = [notice for notice in bench.notices if isinstance(notice, Evicted)]
+    assert {(one.tier, one.to, one.reason) for one in told} == {("gpu", "dropped", Reason.DEVICE_DOWN)}
+    assert sum(one.blocks for one in told) == bench.state.counts.lost_blocks[Reason.DEVICE_DOWN] == 2
+    assert sum(one.num_bytes for one in told) == 2 * PAGE
+    bench.acquire(lost)
+    assert bench.state.counts.regretted_tokens[Reason.DEVICE_DOWN] == sum(one.tokens for one in told) > 0
+
+
 def test_a_death_takes_only_what_no_other_tier_has() -> None:
     bench = bench_with(6, host_slots=6, policy="lru")
     kept = bench.prompt(7, 8)

@@ -200,9 +200,13 @@ class DeviceBooks:
     def places(self, extent: Extent) -> dict[Place, tuple[int, ...]]:
         return self.copies.get(extent, {})
 
+    def lengths(self, extent: Extent, device: int) -> list[int]:
+        """Blocks on the device, of each rank that has some there."""
+        return [len(slots) for (on, _), slots in self.places(extent).items() if on == device]
+
     def longest(self, extent: Extent, device: int) -> int:
         """Blocks on the device in some rank."""
-        return max((len(slots) for (on, _), slots in self.places(extent).items() if on == device), default=0)
+        return max(self.lengths(extent, device), default=0)
 
     def longest_of_rank(self, extent: Extent, rank: int) -> int:
         """Blocks of the rank on some device."""

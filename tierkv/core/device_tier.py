@@ -91,6 +91,7 @@ class DeviceTier:
         for ticket in ledger.tickets.values():
             ticket.is_device_lost = ticket.is_device_lost or ticket.device == device
         self._wipes = {op: asked for op, asked in self._wipes.items() if asked[0] != device}
+        held = {extent: self._books.lengths(extent, device) for extent in self._books.copies}
         extents = self._books.close(device)
         self.promotions.worker_died(device)
         for op, landing in [(op, one) for op, one in self._landings.items() if one.device == device]:
@@ -100,16 +101,34 @@ class DeviceTier:
             del self._fetches[op], self._to_fetch[fetch.extent, fetch.rank]
             self._give_back(fetch)
         for extent in extents:
-            self._lose(extent, now)
+            self._lose(extent, held[extent], now)
             self._changes.note(extent)
 
-    def _lose(self, extent: Extent, now: float) -> None:
-        """What only the dead worker's pool had is in no tier any more."""
+    def _lose(self, extent: Extent, held: list[int], now: float) -> None:
+        """What only the dead worker's pool had is in no tier any more. `held` blocks it had of some ranks."""
         ledger = self._ledger
         left = extent.num_blocks if extent.has_file else self._books.memory_blocks(extent)
         if not extent.in_tree or left >= extent.num_blocks:
             return
         ledger.counts.lost_blocks[Reason.DEVICE_DOWN] += extent.num_blocks - left
+        group = ledger.group_of(extent)
+        ledger.effects.append(
+            Evicted(
+                group=extent.group,
+                key=extent.block_key(left),
+                tier="gpu",
+                to="dropped",
+                blocks=extent.num_blocks - left,
+                num_bytes=sum(max(0, length - left) for length in held) * group.slot_bytes,
+                reason=Reason.DEVICE_DOWN,
+                first_token=extent.first_token + left * group.block_tokens,
+                tokens=(extent.num_blocks - left) * group.block_tokens,
+                created=extent.created,
+                last_used=extent.used_at(left),
+                hits=extent.hits_at(left),
+                value=ledger.host_order(group.slot_bytes).value(extent, left, now),
+            )
+        )
         self._changes.read_problems[extent] = Reason.DEVICE_DOWN
         ledger.cut_extent(extent, left, Departure("gpu", Reason.DEVICE_DOWN, now))
         if not left:
@@ -282,7 +301,7 @@ class DeviceTier:
         """What becomes of the device's copies of blocks [remaining, until): first, end, bytes, and the tier where they
         still are. The last ones first, which are nowhere else."""
         books, group = self._books, self._ledger.group_of(extent)
-        lengths = [min(len(slots), until) for (on, _), slots in books.places(extent).items() if on == device]
+        lengths = [min(length, until) for length in books.lengths(extent, device)]
         longest, blocks = max(lengths, default=0), min(extent.num_blocks, until)
         stay = blocks if extent.has_file else min(blocks, books.blocks_without(extent, device, remaining))
         in_files = "nvme" if extent.nvme is FileState.PRESENT else "disk"
