@@ -268,9 +268,11 @@ class Kit:
         for report in worker.receive(self.now):
             self.devices.on_report(worker, report, self.now)
 
-    def kill_device(self, device: int = 0, problem: str = "killed by SIGKILL") -> None:
+    def kill_device(self, device: int = 0, problem: str = "killed by SIGKILL", *, pause_seconds: float = 0.0) -> None:
         worker = self.device_workers[device]
-        died = WorkerDied(worker=WorkerName.DEVICE, device=device, pid=90 + device, problem=problem)
+        died = WorkerDied(
+            worker=WorkerName.DEVICE, device=device, pid=90 + device, problem=problem, pause_seconds=pause_seconds
+        )
         for report in worker.died(died, self.now):
             self.devices.on_report(worker, report, self.now)
         self.devices.died(worker, self.now)

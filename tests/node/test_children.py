@@ -104,6 +104,15 @@ def test_what_ran_for_a_while_is_restarted_at_once_again() -> None:
     assert backoff.died(50.0) == 50.0
 
 
+def test_a_try_that_never_began_makes_no_restart_and_the_pauses_grow_all_the_same() -> None:
+    backoff = Backoff()
+    delays = []
+    for _ in range(3):
+        backoff.started(1.0)
+        delays.append(round(backoff.died(1.0, had_begun=False) - 1.0, 3))
+    assert (backoff.restarts, delays) == (0, [0.0, 0.1, 0.2])
+
+
 def test_ends_are_told_in_words() -> None:
     assert describe_exit(0) == "exited with 0"
     assert describe_exit(-7) == "killed by SIGBUS"

@@ -177,6 +177,17 @@ def test_why_there_is_no_pool_is_told_in_the_workers_own_words(desk: Desk) -> No
     assert died is not None
     assert died.how == desk.watch.why_away == "the driver says: out of memory"
     assert desk.watch.next_due() is not None  # it is tried again
+    assert desk.start("\nfail('out of memory')\nraise SystemExit(2)").restarts == 0  # nothing had started
+    died = desk.until_dead()
+    assert died is not None
+    assert died.pause_seconds == pytest.approx(0.1)
+    desk.now += 1.0
+    assert desk.start().restarts == 0
+    desk.hear()
+    desk.watch.kill()
+    assert desk.until_dead() is not None
+    desk.now += 30.0
+    assert desk.start().restarts == 1
 
 
 def test_a_device_that_never_comes_is_left_alone_for_half_a_minute_at_most(desk: Desk) -> None:

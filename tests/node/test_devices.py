@@ -246,6 +246,15 @@ def test_a_device_is_starting_then_there_then_away_with_the_reason(kit: Kit) -> 
     assert kit.ask(Status).state == "ready"
 
 
+def test_a_device_that_is_left_alone_for_a_while_is_said_to_come_back_in_so_many_seconds(kit: Kit) -> None:
+    kit.start_device(0)
+    kit.kill_device(problem="out of memory", pause_seconds=30.0)
+    kit.now += 18.0
+    assert "gpu0 (cpu) has no pool, and is tried again in 12 s: out of memory" in kit.ask(Status).problems
+    kit.start_device(0)
+    assert "gpu0 (cpu) has no pool, and is tried again: out of memory" in kit.ask(Status).problems
+
+
 def test_the_tier_is_away_only_when_no_device_has_a_pool(kit: Kit) -> None:
     for device in (0, 1):
         kit.start_device(device, READY)

@@ -93,12 +93,12 @@ class Backoff:
     def started(self, now: float) -> None:
         self._started = now
 
-    def died(self, now: float) -> float:
-        """The time to start it again."""
+    def died(self, now: float, *, had_begun: bool = True) -> float:
+        """The time to start it again. One that never had begun was no start, and so the next one is no restart."""
         if now - self._started >= STEADY_SECONDS:
             self._in_a_row = 0
         self._in_a_row += 1
-        self.restarts += 1
+        self.restarts += had_begun
         if self._in_a_row == 1:
             return now
         return now + min(self._last_delay_seconds, FIRST_DELAY_SECONDS * 2.0 ** min(self._in_a_row - 2, 16))

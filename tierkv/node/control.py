@@ -125,12 +125,14 @@ class WorkerStarted(ControlMessage, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerDied(ControlMessage, frozen=True, kw_only=True, tag=True):
-    """waitpid said so: from now on nothing touches the slots it was given. Of a device's worker the pool is gone."""
+    """waitpid said so: from now on nothing touches the slots it was given. Of a device's worker the pool is gone. The
+    next one is started after `pause_seconds`."""
 
     worker: WorkerName = WorkerName.STORAGE
     device: int = 0
     pid: int
     problem: str
+    pause_seconds: float = 0.0
 
 
 class SessionOpened(ControlMessage, frozen=True, kw_only=True, tag=True):

@@ -67,7 +67,9 @@ class DeviceSurvey:
         for worker in self._workers:
             match self._state(worker, now):
                 case "away":
-                    yield f"{_called(worker)} has no pool, and is tried again: {_why_away(worker.mover.worker)}"
+                    left = worker.mover.worker.due - now
+                    when = f" in {left:.0f} s" if left >= 1 and not worker.mover.worker.is_up else ""
+                    yield f"{_called(worker)} has no pool, and is tried again{when}: {_why_away(worker.mover.worker)}"
                 case "silent":
                     silence = now - worker.mover.worker.heard
                     yield f"the worker of {_called(worker)} has said nothing for {silence:.0f} s"

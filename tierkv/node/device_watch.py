@@ -134,6 +134,9 @@ class DeviceWatch(WorkerWatch):
         self.hear()  # its last words
         return self._said
 
+    def _had_begun(self) -> bool:
+        return not self._said  # a PoolFailed is all that one without a pool says
+
     def incarnation_ended(self) -> None:
         """What the pool held was of that incarnation; nobody is given its slots any more."""
         super().incarnation_ended()

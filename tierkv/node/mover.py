@@ -38,6 +38,7 @@ class WorkerState:
     sends_rows: bool = True
     heard: float = 0.0
     problem: str = ""
+    due: float = 0.0  # when a dead one is followed by another
     stage: str = "starting"
     done: int = 0
     total: int = 0

@@ -423,7 +423,13 @@ class Supervisor:
             if died is not None and self._incarnation is not None:
                 self._tell(
                     self._incarnation,
-                    WorkerDied(worker=worker.name, device=worker.device, pid=died.pid, problem=died.how),
+                    WorkerDied(
+                        worker=worker.name,
+                        device=worker.device,
+                        pid=died.pid,
+                        problem=died.how,
+                        pause_seconds=died.pause_seconds,
+                    ),
                 )
 
     def _hear_gateway(self) -> None:

@@ -43,6 +43,7 @@ class WorkerLink:
         self.watchdog.end()
         self.mover.detach()
         self.mover.worker.problem = message.problem
+        self.mover.worker.due = now + message.pause_seconds
         return reports
 
     def why_hung(self) -> str:

@@ -46,10 +46,11 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """`how` is for people."""
+    """`how` is for people; the next one is started after `pause_seconds`."""
 
     pid: int
     how: str
+    pause_seconds: float = 0.0
 
 
 class WorkerWatch:
@@ -150,11 +151,15 @@ class WorkerWatch:
         if not child.succeeded:
             how = self._why_dead() or how
             self._note_death(child, how)
-            self._due = self._backoff.died(now)
+            self._due = self._backoff.died(now, had_begun=self._had_begun())
         elif not is_stopping:  # it has seen the end of its channel: the front is about to be found dead, or let it go
             log.info("%s worker %d has ended: the front spoke to it no more", self.label, child.pid)
             self._due = now + FIRST_DELAY_SECONDS
-        return Died(child.pid, how)
+        return Died(child.pid, how, 0.0 if self._due is None else max(0.0, self._due - now))
+
+    def _had_begun(self) -> bool:
+        """Asked at its death: whether it had been more than a try."""
+        return True
 
     def _why_dead(self) -> str:
         """What it had said itself, where that says more than how it ended."""

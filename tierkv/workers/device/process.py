@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             backend = make_backend(config)
             pool = backend.make_pool(config.num_bytes)
         except (DeviceError, ConfigError) as error:
-            log.error("no pool on device %s: %s", config.device, error)
+            log.debug("no pool on device %s: %s", config.device, error)  # the supervisor says it, and not at each try
             _send(export, PoolFailed(epoch=config.epoch, problem=str(error)))
             return UNUSABLE
         if not _send(export, _offer(config, backend, pool), pool.fd):
