@@ -6,6 +6,7 @@ from tierkv.client.buffers import BlockReader, BlockWriter
 from tierkv.client.device.pages import DevicePages
 from tierkv.client.device.pool import HOLDERS, DevicePool
 from tierkv.client.prompt import KeyChain
+from tierkv.device.layouts import PagedArray, PagedLayout
 
 __all__ = [
     "connect",
@@ -23,6 +24,8 @@ __all__ = [
     "Counters",
     "DevicePool",
     "DevicePages",
+    "PagedArray",
+    "PagedLayout",
     "HOLDERS",
     "CodecAnswer",
     "connect_operator",
