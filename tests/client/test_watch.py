@@ -9,10 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.client.conftest import TOKENS, make_identity, poisoned, store
 from tests.client.fake_node import FakeNode
 from tierkv.client import Client, Group, aio, connect, connect_operator
+from tierkv.client.links import LinkPool
 from tierkv.client.session import Session
+from tierkv.client.steps import Connect
 from tierkv.client.watch import SessionWatch
 from tierkv.core.reasons import Reason
 from tierkv.wire.session import SessionGrant
@@ -53,6 +57,52 @@ def test_what_is_still_read_from_is_kept_until_it_is_released(node: FakeNode, cl
         assert lease.copy_into(destination) == 4
         assert (destination == rows).all()
     assert soon(lambda: has_detached(node, [1]))
+
+
+def test_a_view_that_is_dropped_without_a_call_gives_the_memory_back(
+    node: FakeNode, client: Client, group: Group
+) -> None:
+    store(group, TOKENS)
+    session = client._state.session()
+    assert session is not None
+    assert session.arena is not None
+    view = session.arena.readable[:1]
+    node.restart_front(notice=True)
+    assert soon(lambda: client._state.session() is None)
+    assert not has_detached(node, [1])
+    cycle: list[object] = [view]
+    cycle.append(cycle)  # as an exception that knows the frame it was raised in
+    del view, cycle
+    assert soon(lambda: has_detached(node, [1]))
+
+
+def test_a_session_that_ends_before_anybody_watches_it_is_let_go_of(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as nobody_watches:
+        nobody_watches.setattr(LinkPool, "watch", lambda self, session: None)
+        client = connect(node.directory, timeout_seconds=20)
+    with client:
+        session = client._state.session()
+        assert session is not None
+        session.end()
+        client._links.watch(session)
+        assert soon(lambda: has_detached(node, [1]))
+
+
+def test_a_session_of_an_asyncio_client_that_asks_nothing_under_it_is_watched(node: FakeNode) -> None:
+    async def scene() -> None:
+        async with await aio.connect(node.directory, timeout_seconds=20) as client:
+            for ended in ([1], [1, 2]):
+                session = await client._links._perform(Connect(client._state.clock() + 20.0))
+                assert isinstance(session, Session)
+                node.restart_front(notice=True)
+                deadline = time.monotonic() + 20.0
+                while not has_detached(node, ended) and time.monotonic() < deadline:
+                    await asyncio.sleep(0.002)  # between two looks at a condition that has a deadline
+                assert has_detached(node, ended)
+
+    asyncio.run(scene())
 
 
 def test_a_node_that_is_gone_altogether_is_noticed_too(node: FakeNode, client: Client, group: Group) -> None:

@@ -15,7 +15,8 @@ import zmq.asyncio
 from tierkv.client.links import configure, disconnect, id_of
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
-from tierkv.client.steps import Ask, Connect, MapPool, Pause, Silence, Step, Tell, Verb
+from tierkv.client.steps import Connect, MapPool, Pause, Silence, Step, Tell, Verb
+from tierkv.client.watch import SWEEP_MAX_SECONDS, SWEEP_SECONDS
 from tierkv.core.reasons import Reason
 from tierkv.wire.frames import Malformed, decode_reply, encode
 from tierkv.wire.messages import AnyReply, Request
@@ -133,6 +134,12 @@ class AsyncLink:
             self._loop.remove_reader(self._descriptor)
             self._wake_all()
             self._state.session_over(self.session)
+            self._sweep(SWEEP_SECONDS)
+
+    def _sweep(self, pause: float) -> None:
+        """As often as it takes: see watch.py."""
+        if not self._state.closed and not self._state.sweep_views(self.session):
+            self._loop.call_later(pause, self._sweep, min(2 * pause, SWEEP_MAX_SECONDS))
 
     def _wake_all(self) -> None:
         for waiting in self._waiting.values():
@@ -185,26 +192,29 @@ class AsyncLinks:
 
     async def _perform(self, step: Step) -> Any:
         if isinstance(step, Connect):
-            return await asyncio.to_thread(self._state.connect, step.until)
+            told = await asyncio.to_thread(self._state.connect, step.until)
+            if isinstance(told, Session):
+                await self._link_to(told)  # at once, so that somebody hears of its end from here on
+            return told
         if isinstance(step, MapPool):
             return await asyncio.to_thread(step.pool.map_under, step.session, step.until)
         if isinstance(step, Pause):
             return await asyncio.sleep(step.seconds)
-        link = await self._link_of(step)
+        link = await self._link_to(step.session)
         if isinstance(step, Tell):
             return None if link is None else link.send_doubts()
         return Silence(Reason.NODE_AWAY) if link is None else await link.exchange(step.request, step.until)
 
-    async def _link_of(self, step: Ask | Tell) -> AsyncLink | None:
+    async def _link_to(self, session: Session) -> AsyncLink | None:
         """None when the session is over or the client closed: nothing can be asked under it any more."""
-        session = step.session
-        if self._closed or session.over:
+        if self._closed:
             return None
         before = self._link
         if before is not None and before.session is session:
-            return before
+            return None if session.over else before
         descriptor = session.duplicate()
         if descriptor is None:
+            self._state.session_over(session)  # already, and nobody is left who would hear of it
             return None
         if self._context is None:
             self._context = zmq.asyncio.Context()

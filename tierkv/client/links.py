@@ -179,6 +179,8 @@ class LinkPool:
                 return
             if (descriptor := session.duplicate()) is not None:
                 self._watches.append(SessionWatch(session, descriptor, self._state))
+                return
+        self._state.session_over(session)  # already, and nobody is left who would hear of it
 
     def take(self, session: Session) -> Link | None:
         """None when the session is over, or the pool closed: nothing can be asked under it any more."""

@@ -3,6 +3,7 @@ grants in doubt, and the counts. Moves no request itself."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -222,6 +223,18 @@ class ClientState:
         """Something that kept a retired session's memory mapped has let go of it."""
         with self._lock:
             self._sweep()
+
+    def sweep_views(self, session: Session) -> bool:
+        """Whether the session, which is over, has nothing mapped any more. Where no grant is open and somebody has a
+        view all the same, it may be one that only the garbage collector still knows of."""
+        with self._lock:
+            self._sweep()
+            is_left = session in self._retired
+            may_be_garbage = is_left and not session.grants
+        if may_be_garbage:
+            gc.collect()
+            self.sweep()
+        return not is_left
 
     def _sweep(self) -> None:
         self._retired = [session for session in self._retired if session.grants or not session.finish()]

@@ -15,6 +15,10 @@ from contextlib import suppress
 from tierkv.client.session import Session
 from tierkv.client.state import ClientState
 
+SWEEP_SECONDS, SWEEP_MAX_SECONDS = 0.05, 5.0
+"""Between two looks whether the memory of a session that is over can be let go of, doubling from the first to the
+second."""
+
 
 class SessionWatch:
     """A thread that waits on a session's socket, and retires the session when it is over. It ends with the session, or
@@ -26,6 +30,7 @@ class SessionWatch:
         self._session = weakref.ref(session)
         self._state = weakref.ref(state)
         weakref.finalize(session, _wake, self._socket).atexit = False
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="tierkv client watch", daemon=True)
         self._thread.start()
 
@@ -38,6 +43,7 @@ class SessionWatch:
 
     def join(self) -> None:
         """Of a session that is over: returns at once."""
+        self._stop.set()
         self._thread.join()
 
     def _wait(self) -> None:
@@ -49,6 +55,15 @@ class SessionWatch:
         session, state = self._session(), self._state()
         if session is not None and state is not None:
             state.session_over(session)
+        del session, state
+        pause = SWEEP_SECONDS
+        while not self._is_let_go() and not self._stop.wait(pause):
+            pause = min(2 * pause, SWEEP_MAX_SECONDS)
+
+    def _is_let_go(self) -> bool:
+        """Somebody may have had a view of the memory when the session ended, and drop it without a call to us."""
+        session, state = self._session(), self._state()
+        return session is None or state is None or state.sweep_views(session)
 
     def _is_session_over(self) -> bool:
         session = self._session()
