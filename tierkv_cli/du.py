@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tierkv.storage.disk_usage import DiskUse
     from tierkv.wire.messages import NvmeWear, PinnedTier, PrefillRow, ShareRow, TierUsage, UsageReply, UsageRow
 
+RAW = "raw"
 BY = ("model", "adapter", "tenant", "group")
 
 
@@ -30,6 +31,7 @@ def command(*, where: Where, by: str, disk: bool, scan: bool, as_json: bool) -> 
 
     "unreachable" is what belongs to identities that no connected engine has open: of a model that isn't served now, or
     that was changed since. It is not lost, and is found again when an engine with that identity comes back.
+    A model may have blocks as they are and blocks in fp8: `--by group` tells them apart, and --json names the codecs.
     A tenant is shown by the first digits of its salt's digest.
 
     "prefill" is what computing is reckoned with, at the start of a prompt: measured from what engines tell, or the
@@ -192,7 +194,7 @@ def _line(row: UsageRow, by: str) -> Line:
 
 
 def _keys(row: UsageRow, by: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    model = {"model": row.model_name, "fingerprint": row.fingerprint}
+    model = {"model": row.model_name, "fingerprint": row.fingerprint, "codec": row.codec}
     adapter = {"adapter": row.adapter_name, "adapter_fingerprint": row.adapter}
     if by == "model":
         return (row.fingerprint,), model
@@ -358,6 +360,7 @@ def _what(names: dict[str, str], model: str, adapter: str) -> str:
         f"adapter {adapter}" if names["adapter_fingerprint"] else "",
         f"tenant {names['tenant']}" if names["tenant"] else "",
         names["dtype"],
+        names["codec"] if names["codec"] != RAW else "",
         names["layout"],
         f"{ranks}{human_size(int(names['block_bytes']))} for {names['block_tokens']} tokens",
     ]

@@ -155,6 +155,7 @@ def _row(directory: DataDirectory, fingerprint: str, group: bytes, nvme_bytes: i
         salt=blake3(identity.salt.encode()).hexdigest()[:8] if identity is not None and identity.salt else "",
         dtype=identity.layout.dtype if identity is not None else "",
         layout=identity.layout.engine if identity is not None else "",
+        codec=identity.layout.codec if identity is not None else "",
         block_tokens=identity.layout.block_tokens if identity is not None else 0,
         block_bytes=identity.layout.total_block_bytes if identity is not None else 0,
         ranks=identity.parallel.shards if identity is not None else 1,

@@ -275,3 +275,13 @@ def test_a_scan_of_a_running_node_is_an_audit(tierkv, node):
 def test_without_a_node_and_a_directory_there_is_nobody_to_ask(tierkv, node):
     node.is_there = False
     assert tierkv("du").code == tierkv("du", "--endpoint", "/nowhere").code == 5
+
+
+def test_groups_of_a_model_are_told_apart_by_their_codec(tierkv, node):
+    node.rows = (usage_row(group=b"\1" * 32), usage_row(group=b"\2" * 32, codec="fp8_e4m3"))
+    (coded,) = [line for line in tierkv("du", "--by", "group").out.splitlines() if "fp8_e4m3" in line]
+    assert "llama, bfloat16, fp8_e4m3" in coded
+    by_group = tierkv("du", "--by", "group", "--json").json["lines"]
+    assert {line["group"][:2]: line["codec"] for line in by_group} == {"01": "raw", "02": "fp8_e4m3"}
+    (model,) = tierkv("du", "--json").json["lines"]
+    assert model["codec"] == "raw, fp8_e4m3"

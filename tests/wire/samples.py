@@ -339,6 +339,7 @@ REPLIES: tuple[Reply, ...] = (
                 reachable=True,
                 disk_bytes=2**24,
                 gpu_bytes=2**21,
+                codec="fp8_e4m3",
             ),
         ),
         tiers=(_TIER,),

@@ -406,6 +406,7 @@ def _usage_row(row: GroupUsage) -> UsageRow:
         salt=blake3(identity.salt.encode()).hexdigest()[:8] if identity.salt else "",
         dtype=identity.layout.dtype,
         layout=identity.layout.engine,
+        codec=identity.layout.codec,
         block_tokens=identity.layout.block_tokens,
         block_bytes=identity.layout.total_block_bytes,
         ranks=row.ranks,

@@ -461,6 +461,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     reachable: bool
     disk_bytes: int = 0
     gpu_bytes: int = 0
+    codec: str = "raw"
 
 
 class TierUsage(msgspec.Struct, frozen=True):
