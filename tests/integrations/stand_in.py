@@ -79,6 +79,7 @@ class StandInGroup:
     room_blocks: int = 1 << 30
     nvme_blocks: int = 0
     max_lease_blocks: int = 1 << 30
+    damaged: int | None = None  # the first block that can't be read any more: it and what is behind it goes
     away: bool = False
     pending: frozenset[int] = frozenset()  # blocks that somebody else is writing
     root: bytes = b""  # of a tenant's keys
@@ -113,6 +114,11 @@ class StandInGroup:
         cached = self.count_cached(keys)
         blocks = min(cached, self.max_lease_blocks)
         reason = Reason.DEADLINE if blocks < cached else None
+        if self.damaged is not None:
+            blocks, reason = self.damaged, Reason.CHECKSUM
+            for index in range(self.damaged, cached):
+                del self.stored[key_at(keys, index)]
+            self.damaged = None
         yield StandInLease(self, keys, blocks, cached, min(self.nvme_blocks, blocks), reason)
         self.meet("release")
 

@@ -390,6 +390,19 @@ def test_a_lease_shorter_than_what_is_cached_says_why(engine: Engine) -> None:
     assert result.new_tokens == engine.plain(tokens)
 
 
+@pytest.mark.parametrize("damaged", [0, 3])
+def test_what_is_found_damaged_is_stored_anew_by_the_request_that_computes_it(engine: Engine, damaged: int) -> None:
+    tokens = prompt(100)
+    engine.generate(tokens)
+    engine.group.damaged = damaged
+    result = engine.generate(tokens)
+    assert (result.use.reused_tokens, result.use.cached_tokens) == (damaged * BLOCK, 96)
+    assert result.use.reason is Reason.CHECKSUM
+    assert result.use.stored_blocks == 6 - damaged
+    assert result.new_tokens == engine.plain(tokens)
+    assert engine.generate(tokens).use.reused_tokens == 96
+
+
 def test_tokens_are_counted_by_the_tier_they_came_from(engine: Engine) -> None:
     tokens = prompt(100)
     engine.generate(tokens)

@@ -68,3 +68,19 @@ class Reason(StrEnum):
     WIRE_ERROR = "wire_error"  # one side broke the protocol, or the other says so
     UNREACHABLE_ORPHAN = "unreachable_orphan"
     INCOMPLETE_RANKS = "incomplete_ranks"
+
+
+DAMAGE = frozenset(
+    {
+        Reason.CHECKSUM,
+        Reason.SHORT_FILE,
+        Reason.BAD_HEADER,
+        Reason.IDENTITY_MISMATCH,
+        Reason.LAYOUT_MISMATCH,
+        Reason.KEY_MISMATCH,
+        Reason.NOT_FOUND,
+        Reason.REPORTED_BAD,
+        Reason.BAD_SCALE,
+    }
+)
+"""What was found when a lease was asked for can't be read, and never will be: whoever computes it can store it anew."""

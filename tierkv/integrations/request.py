@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from tierkv.client import DevicePool, Group
-from tierkv.core.reasons import Reason
+from tierkv.core.reasons import DAMAGE, Reason
 from tierkv.errors import BrokenInvariant
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.prefill_clock import LEAST_TOKENS
@@ -104,6 +104,8 @@ class Request:
             use.reason = lease.reason
             use.cached_tokens = lease.cached_blocks * block_tokens
             self._prefix.found(lease.cached_blocks)
+            if lease.reason in DAMAGE:
+                self._prefix.lost(lease.blocks)
             if lease.blocks == 0:
                 return
             destination = CacheDestination(self._shape, lease.blocks, self._settings.device)

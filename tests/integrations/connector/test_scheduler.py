@@ -787,6 +787,18 @@ def test_nothing_is_offered_while_the_node_is_away(ready: Engine) -> None:
     assert (job.first_block, job.blocks) == (0, 4)
 
 
+def test_what_is_found_damaged_is_offered_by_the_request_that_computes_it(
+    ready: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = Answer(cached_blocks=3, reason=Reason.CHECKSUM)
+    monkeypatch.setattr(ready.scheduler, "_acquire", lambda *_: damaged)
+    ready.add("r", TOKENS)
+    wait_for(lambda: ready.matched("r") == 0, "an answer")
+    ready.allot("r", 0)
+    (job,) = ready.scheduler.step([ready.scheduled("r")], is_idle=False).stores
+    assert (job.first_block, job.blocks) == (0, 4)
+
+
 def test_what_was_promised_and_could_not_be_loaded_is_offered_again(ready: Engine) -> None:
     ready.add("r", TOKENS)
     ready.pages[0].before_write = fail

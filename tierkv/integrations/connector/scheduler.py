@@ -33,7 +33,7 @@ from functools import lru_cache
 from tierkv.client import HOLDERS, Client, Group, Lease
 from tierkv.client.prompt import Extras
 from tierkv.core.identity import Identity
-from tierkv.core.reasons import Reason
+from tierkv.core.reasons import DAMAGE, Reason
 from tierkv.integrations.connector.fence import Fence
 from tierkv.integrations.connector.plan import (
     NO_PAGE,
@@ -280,6 +280,8 @@ class PrefixScheduler:
             return False
         state.asking = None
         state.prefix.found(answer.cached_blocks)
+        if answer.reason in DAMAGE:
+            state.prefix.lost(answer.blocks)
         if answer.lease is None:
             return self._miss(state, answer.reason)
         self._move(state, Phase.GRANTED)
