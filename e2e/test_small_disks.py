@@ -220,7 +220,7 @@ def test_a_directory_on_a_disk_that_can_not_be_written(tmp_path: Path) -> None:
         with node_on(disk, tmp_path, extent_bytes="128KiB", read_only="") as node:
             node.start()
             status = node.wait_status(lambda _: True, "it answers")
-            assert (status.tiers[1].reason, status.state) == ("read_only", "ready")
+            assert (status.tiers[1].state, status.tiers[1].reason, status.state) == ("ok", "read_only", "ready")
             with StampedEngine(node.endpoint) as engine:
                 for prompt in range(50):
                     loaded = engine.load(prompt, 4)

@@ -44,6 +44,16 @@ def test_a_tier_that_can_not_be_written_is_degraded_and_comes_back(durable: Kit)
     assert durable.ask(Status).state == "ready"
 
 
+def test_a_tier_that_is_meant_to_be_read_alone_is_ok(durable: Kit) -> None:
+    durable.report(msgspec.structs.replace(HEALTHY, writable=False, reason=Reason.READ_ONLY))
+    assert durable.ask(Status).tiers[1].state == "degraded"  # nobody has asked for it
+    durable.node.read_only = True
+    status = durable.ask(Status)
+    assert (status.state, status.tiers[1].state, status.tiers[1].reason) == ("ready", "ok", "read_only")
+    durable.report(msgspec.structs.replace(HEALTHY, writable=False, reason=Reason.IO_ERROR))
+    assert durable.ask(Status).tiers[1].state == "degraded"
+
+
 def test_memory_that_an_earlier_incarnation_holds_is_said(durable: Kit) -> None:
     durable.node.host_problem = "host memory: 5 bytes are still mapped"
     assert durable.ask(Status).problems == ("host memory: 5 bytes are still mapped",)

@@ -15,6 +15,7 @@ from blake3 import blake3
 import tierkv
 from tierkv.core.counters import Counters
 from tierkv.core.instructions import JournalHealth, TierHealth
+from tierkv.core.reasons import Reason
 from tierkv.core.usage import GroupUsage, TierBytes
 from tierkv.metrics import Snapshot
 from tierkv.metrics.snapshot import copy_counters
@@ -307,7 +308,8 @@ class Survey:
         health = {"nvme": self._worker.health, "disk": self._disk.health}.get(tier.tier)
         reads, writes = self._speeds(tier.tier)
         away = self._why_away(tier.tier)
-        state = "away" if away else "ok" if tier.is_writable else "degraded"
+        is_meant = self._node.read_only and tier.reason is Reason.READ_ONLY
+        state = "away" if away else "ok" if tier.is_writable or is_meant else "degraded"
         return TierUsage(
             tier=tier.tier,
             capacity_bytes=tier.capacity_bytes,
@@ -318,7 +320,7 @@ class Survey:
             quarantined_bytes=health.quarantined_bytes if health else 0,
             quarantined_files=health.quarantined_files if health else 0,
             state=state,
-            reason=(tier.reason or "") if state == "degraded" else "",
+            reason=(tier.reason or "") if state == "degraded" or is_meant else "",
             problem=away or (health.problem if health else ""),
             errors=sum(health.errors.values()) if health else 0,
             last_error=health.last_error if health else "",

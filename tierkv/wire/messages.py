@@ -465,11 +465,12 @@ class UsageRow(msgspec.Struct, frozen=True):
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """`used + reserved + overhead <= capacity` at every instant, in bytes. `state` ok or degraded; then `reason` is of
-    the closed list and `problem` says it in words. Or away, of the disk tier: `problem` says why, and the sizes are
-    those that it had; of the GPU tier, whose sizes are those of all devices, when none has a pool. `errors` file
-    operations have failed since its worker's start, the last one as `last_error` tells. `index_bytes` of both tiers of
-    files are NVMe's. Bytes a second of one read or write by itself, since the front began; 0: none yet."""
+    """`used + reserved + overhead <= capacity` at every instant, in bytes. `state` ok or degraded; then `reason` is
+    of the closed list and `problem` says it in words. Under read_only it is ok, with that as its reason. Or away, of
+    the disk tier: `problem` says why, and the sizes are those that it had; of the GPU tier, whose sizes are those of
+    all devices, when none has a pool. `errors` file operations have failed since its worker's start, the last one as
+    `last_error` tells. `index_bytes` of both tiers of files are NVMe's. Bytes a second of one read or write by
+    itself, since the front began; 0: none yet."""
 
     tier: str
     capacity_bytes: int
