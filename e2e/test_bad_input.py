@@ -21,7 +21,7 @@ import pytest
 from e2e.harness import Node, StampedEngine, data_of, environment, wait_until
 from tierkv.client import Client
 from tierkv.core.identity import Identity
-from tierkv.storage.format import decode_header, frame_header, pack_header
+from tierkv.storage.format import FORMAT_VERSION, decode_header, frame_header, pack_header
 from tierkv.torture.stamped import BLOCK_BYTES, identity
 from tierkv.wire.messages import TierUsage
 
@@ -471,7 +471,7 @@ def test_a_file_of_a_newer_format_is_a_miss_and_stays_where_it_is(node: Node) ->
         engine.store_flushed(1, BLOCKS)
         path = file_of(node, engine, 1)
     node.stop()
-    content = frame_header(b"whatever comes", 2) + path.read_bytes()[-BLOCKS * BLOCK_BYTES :]
+    content = frame_header(b"whatever comes", FORMAT_VERSION + 1) + path.read_bytes()[-BLOCKS * BLOCK_BYTES :]
     path.write_bytes(content)
     node.start()
     with StampedEngine(node.endpoint) as engine:
