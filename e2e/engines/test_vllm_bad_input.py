@@ -121,7 +121,9 @@ class Stranger:
         return answer
 
     def num_misses(self) -> float:
-        return self.server.metrics().total("vllm:tierkv_misses_total")
+        """Requests that got nothing: not found, or not asked for, as no node has said yet with which codec."""
+        now = self.server.metrics()
+        return now.total("vllm:tierkv_misses_total") + now.total("vllm:tierkv_bypassed_total")
 
     def at(self, store: Store, weights: str = OTHER_MODEL) -> Checked:
         """Connected to this node, in both its clients. `weights` is what the books call its weights."""
