@@ -21,6 +21,8 @@ import pytest
 
 from e2e.harness import EngineProcess, Node, StampedEngine
 from tests.identity_fields import BESIDE_THE_IDENTITY, others, paths_of
+from tierkv.client import Group
+from tierkv.client.groups import declare
 from tierkv.core.identity import Identity
 from tierkv.core.instructions import ManifestEntry
 from tierkv.storage.manifest import fingerprint_adapter
@@ -47,7 +49,20 @@ def node(node: Node) -> Node:
 @contextmanager
 def engine_as(node: Node, identity: Identity, **beside: Any) -> Iterator[StampedEngine]:
     with StampedEngine(node.endpoint) as engine:
-        engine.group = engine.client.open(identity, **beside)
+        if identity.layout.codec:  # as one that knows no codec, and takes blocks as they lie in their slots
+            record = declare(
+                identity,
+                rank=0,
+                model_name="",
+                adapter_name="",
+                manifest=(),
+                block_bytes=None,
+                persistent=True,
+                moves_coded=True,
+            )
+            engine.group = Group(record, engine.client)
+        else:
+            engine.group = engine.client.open(identity, **beside)
         yield engine
 
 
