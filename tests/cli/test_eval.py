@@ -384,6 +384,7 @@ def test_the_real_process_measures_a_tiny_model(
     monkeypatch.setenv("TIERKV_EVAL_MIN_AGREEMENT", "0.2")
     monkeypatch.setenv("TIERKV_EVAL_MAX_KL", "9")
     monkeypatch.setenv("TIERKV_EVAL_MAX_PERPLEXITY_RATIO", "9")
+    (tmp_path / "data").mkdir(mode=0o700)
     where = ["--model", str(folder), "--data-dir", str(tmp_path / "data")]
     done = tierkv("eval", *where, "--prompts", str(tmp_path / "prompts"), "--json")
     assert done.code == 0, done.err

@@ -110,6 +110,7 @@ EVICTED_FOR = {
     Reason.DISK_BEHIND,
     Reason.DISK_DEGRADED,
     Reason.NAME_TAKEN,
+    Reason.DEVICE_DOWN,
 }
 SEAL_AFTER = 5.0
 STAGED_SECONDS = 40.0
