@@ -19,15 +19,16 @@ from dataclasses import dataclass
 
 from tierkv.core.changes import Changes
 from tierkv.core.extent import Extent
-from tierkv.core.grants import Evicted, TicketState
+from tierkv.core.grants import TicketState
 from tierkv.core.host_room import HostRoom
 from tierkv.core.instructions import AnyReport, CopyDone, Download, OnDevice, OpFailed, Zero, Zeroed
 from tierkv.core.journal import Account
 from tierkv.core.ledger import Departure, Group, Ledger
-from tierkv.core.left import stay_of_segment
+from tierkv.core.left import stay_of_segment, stay_of_tail
 from tierkv.core.promotions import ADVANTAGE, Promotion, Promotions
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
+from tierkv.core.tier_leaving import tell_evicted
 from tierkv.core.value.order import Rank
 from tierkv.core.wipes import Wipe
 from tierkv.core.write_queue import WriteQueue
@@ -112,22 +113,16 @@ class DeviceTier:
             return
         ledger.counts.lost_blocks[Reason.DEVICE_DOWN] += extent.num_blocks - left
         group = ledger.group_of(extent)
-        ledger.effects.append(
-            Evicted(
-                group=extent.group,
-                key=extent.block_key(left),
-                tier="gpu",
-                to="dropped",
-                blocks=extent.num_blocks - left,
-                num_bytes=sum(max(0, length - left) for length in held) * group.slot_bytes,
-                reason=Reason.DEVICE_DOWN,
-                first_token=extent.first_token + left * group.block_tokens,
-                tokens=(extent.num_blocks - left) * group.block_tokens,
-                created=extent.created,
-                last_used=extent.used_at(left),
-                hits=extent.hits_at(left),
-                value=ledger.host_order(group.slot_bytes).value(extent, left, now),
-            )
+        tell_evicted(
+            ledger,
+            extent,
+            left,
+            extent.num_blocks,
+            tier="gpu",
+            to="dropped",
+            num_bytes=sum(max(0, length - left) for length in held) * group.slot_bytes,
+            reason=Reason.DEVICE_DOWN,
+            value=ledger.host_order(group.slot_bytes).value(extent, left, now),
         )
         self._changes.read_problems[extent] = Reason.DEVICE_DOWN
         ledger.cut_extent(extent, left, Departure("gpu", Reason.DEVICE_DOWN, now))
@@ -208,11 +203,7 @@ class DeviceTier:
             return 0
         longest = books.longest(extent, device)
         floor = stay_of_segment(extent, floor, longest)
-        lengths = [len(slots) for (on, _), slots in books.places(extent).items() if on == device]
-        remaining, freed = longest, 0
-        while remaining > floor and freed < slots_needed:
-            remaining -= 1
-            freed += sum(length > remaining for length in lengths)
+        remaining = stay_of_tail(books.lengths(extent, device), floor, slots_needed)
         if self.is_safe(extent, device, remaining):
             self.leave(extent, device, remaining, now)
             return 0
@@ -268,23 +259,8 @@ class DeviceTier:
         for first, end, num_bytes, to in self.parts(extent, device, remaining):
             ledger.counts.evicted_bytes["gpu", reason] += num_bytes
             ledger.counts.evicted_blocks["gpu", reason] += end - first
-            ledger.effects.append(
-                Evicted(
-                    group=extent.group,
-                    key=extent.block_key(first),
-                    tier="gpu",
-                    to=to,
-                    blocks=end - first,
-                    num_bytes=num_bytes,
-                    reason=reason,
-                    first_token=extent.first_token + first * group.block_tokens,
-                    tokens=(end - first) * group.block_tokens,
-                    created=extent.created,
-                    last_used=extent.used_at(first),
-                    hits=extent.hits_at(first),
-                    value=books.order(device, group.slot_bytes, pinned=False).value(extent, first, now),
-                )
-            )
+            value = books.order(device, group.slot_bytes, pinned=False).value(extent, first, now)
+            tell_evicted(ledger, extent, first, end, tier="gpu", to=to, num_bytes=num_bytes, reason=reason, value=value)
             if to == "dropped":
                 if ledger.has_nvme and group.persistent:
                     ledger.counts.dropped_unwritten_bytes[reason] += num_bytes

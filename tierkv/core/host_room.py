@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.core.extent import Extent
-from tierkv.core.grants import Evicted
 from tierkv.core.journal import Account
 from tierkv.core.ledger import Departure, Ledger
-from tierkv.core.left import stay_of_segment
+from tierkv.core.left import stay_of_segment, stay_of_tail
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileState
 from tierkv.core.slab_relief import find_relief, has_cheaper
 from tierkv.core.tier_files import TierFiles
+from tierkv.core.tier_leaving import tell_evicted
 from tierkv.core.value.order import Rank
 from tierkv.core.write_queue import WriteQueue
 
@@ -106,13 +106,7 @@ class HostRoom:
             return
         longest = extent.longest_host_blocks
         floor = stay_of_segment(extent, floor, longest)
-        remaining, freed = longest, 0
-        if longest == extent.host_blocks:  # so each block frees a slot of every rank
-            remaining = max(floor, longest - -(-slots_needed // len(extent.slots)))
-            freed = slots_needed
-        while remaining > floor and freed < slots_needed:
-            remaining -= 1
-            freed += sum(len(slots) > remaining for slots in extent.slots)
+        remaining = stay_of_tail([len(slots) for slots in extent.slots], floor, slots_needed)
         self.leave(extent, remaining, now)
 
     def leave(self, extent: Extent, remaining: int, now: float, reason: Reason = Reason.EVICTED) -> None:
@@ -123,23 +117,8 @@ class HostRoom:
             freed = sum(max(0, min(len(slots), end) - first) for slots in extent.slots) * group.slot_bytes
             ledger.counts.evicted_bytes["host", reason] += freed
             ledger.counts.evicted_blocks["host", reason] += end - first
-            ledger.effects.append(
-                Evicted(
-                    group=extent.group,
-                    key=extent.block_key(first),
-                    tier="host",
-                    to=to,
-                    blocks=end - first,
-                    num_bytes=freed,
-                    reason=reason,
-                    first_token=extent.first_token + first * group.block_tokens,
-                    tokens=(end - first) * group.block_tokens,
-                    created=extent.created,
-                    last_used=extent.used_at(first),
-                    hits=extent.hits_at(first),
-                    value=ledger.host_order(group.slot_bytes).value(extent, first, now),
-                )
-            )
+            value = ledger.host_order(group.slot_bytes).value(extent, first, now)
+            tell_evicted(ledger, extent, first, end, tier="host", to=to, num_bytes=freed, reason=reason, value=value)
             if to == "dropped":
                 self._drop(extent, first, freed, Departure("host", reason, now))
                 continue

@@ -3,7 +3,7 @@ decide what may leave ask this, so that a preview of an eviction goes by the sam
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tierkv.core.extent import Branch, Extent
@@ -38,3 +38,16 @@ def stay_of_segment(extent: Extent, floor: int, longest: int) -> int:
     """How many of `longest` blocks stay at least, where those from `floor` on may go: at most one segment of use goes
     at a time, the cold tail before what was hit."""
     return extent.hot_blocks if floor < extent.hot_blocks < longest else floor
+
+
+def stay_of_tail(lengths: Sequence[int], floor: int, slots_needed: int) -> int:
+    """How many blocks stay when as few as will do go from the tail, none before `floor`. `lengths` are those of the
+    ranks' copies, each block of which has a slot."""
+    longest = max(lengths)
+    if min(lengths) == longest:  # as a rule: each block frees a slot of every rank
+        return max(floor, longest - -(-slots_needed // len(lengths)))
+    remaining, freed = longest, 0
+    while remaining > floor and freed < slots_needed:
+        remaining -= 1
+        freed += sum(length > remaining for length in lengths)
+    return remaining

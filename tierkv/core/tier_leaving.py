@@ -1,4 +1,4 @@
-"""How an extent leaves a tier of files: what becomes of its blocks, and what is told of them."""
+"""How an extent leaves a tier: what is told of its blocks, and of a tier of files what becomes of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,39 @@ from tierkv.core.ledger import Departure, Ledger
 from tierkv.core.reasons import Reason
 from tierkv.core.residency import FileEvent, FileState
 from tierkv.core.tier_files import TierFiles
+
+
+def tell_evicted(
+    ledger: Ledger,
+    extent: Extent,
+    first: int,
+    end: int,
+    *,
+    tier: str,
+    to: str,
+    num_bytes: int,
+    reason: Reason,
+    value: float,
+) -> None:
+    """Blocks [first, end) leave `tier`, and are in `to` from now on. Before they do: what they were is read here."""
+    block_tokens = ledger.group_of(extent).block_tokens
+    ledger.effects.append(
+        Evicted(
+            group=extent.group,
+            key=extent.block_key(first),
+            tier=tier,
+            to=to,
+            blocks=end - first,
+            num_bytes=num_bytes,
+            reason=reason,
+            first_token=extent.first_token + first * block_tokens,
+            tokens=(end - first) * block_tokens,
+            created=extent.created,
+            last_used=extent.used_at(first),
+            hits=extent.hits_at(first),
+            value=value,
+        )
+    )
 
 
 def parts_of_file(extent: Extent, tier: str, in_memory: int) -> Iterator[tuple[int, int, int, str]]:
@@ -44,26 +77,10 @@ class Leaving:
         tier = books.tier
         ledger.counts.evicted_bytes[tier, reason] += books.size(victim)
         ledger.counts.evicted_blocks[tier, reason] += victim.num_blocks
-        block_tokens = ledger.group_of(victim).block_tokens
         in_memory = ledger.devices.memory_blocks(victim)
         for first, end, num_bytes, to in parts_of_file(victim, tier, in_memory):
-            ledger.effects.append(
-                Evicted(
-                    group=victim.group,
-                    key=victim.block_key(first),
-                    tier=tier,
-                    to=to,
-                    blocks=end - first,
-                    num_bytes=num_bytes,
-                    reason=reason,
-                    first_token=victim.first_token + first * block_tokens,
-                    tokens=(end - first) * block_tokens,
-                    created=victim.created,
-                    last_used=victim.used_at(first),
-                    hits=victim.hits_at(first),
-                    value=books.order.value(victim, first, now),
-                )
-            )
+            value = books.order.value(victim, first, now)
+            tell_evicted(ledger, victim, first, end, tier=tier, to=to, num_bytes=num_bytes, reason=reason, value=value)
         self._files.lose(victim, FileEvent.EVICT, reason)
         if not victim.has_file:
             ledger.cut_extent(victim, in_memory, Departure(tier, reason, now))
