@@ -173,14 +173,7 @@ class CudaBackend:
         offsets: Sequence[int],
         block_bytes: int,
     ) -> Pending:
-        check_alike(host_offsets, offsets)
-        check_slots("upload", host, host_offsets, block_bytes)
-        check_slots("upload", pool, offsets, block_bytes)
-        with self._streams.submitting("upload", [host, pool]) as made:
-            stream = self._streams.stream("upload")
-            for source, to, size in find_copies(host_offsets, offsets, block_bytes, whole_slots=True):
-                self._driver.call("cuMemcpyHtoDAsync_v2", pool.address + to, host.address + source, size, stream)
-        return made[0]
+        return self._copy("upload", "cuMemcpyHtoDAsync_v2", host, host_offsets, pool, offsets, block_bytes)
 
     def download(
         self,
@@ -190,14 +183,7 @@ class CudaBackend:
         host_offsets: Sequence[int],
         block_bytes: int,
     ) -> Pending:
-        check_alike(host_offsets, offsets)
-        check_slots("download", host, host_offsets, block_bytes)
-        check_slots("download", pool, offsets, block_bytes)
-        with self._streams.submitting("download", [host, pool]) as made:
-            stream = self._streams.stream("download")
-            for source, to, size in find_copies(offsets, host_offsets, block_bytes, whole_slots=True):
-                self._driver.call("cuMemcpyDtoHAsync_v2", host.address + to, pool.address + source, size, stream)
-        return made[0]
+        return self._copy("download", "cuMemcpyDtoHAsync_v2", pool, offsets, host, host_offsets, block_bytes)
 
     def zero(self, pool: PoolMap, ranges: Sequence[tuple[int, int]]) -> Pending:
         check_ranges(pool, ranges)
@@ -220,6 +206,26 @@ class CudaBackend:
         self._driver.call("cuDevicePrimaryCtxRelease_v2", self._gpu.ordinal)
 
     # ---------------------------------------------------------------- how
+
+    def _copy(
+        self,
+        name: str,
+        call: str,
+        source: PoolMap | HostMemory,
+        sources: Sequence[int],
+        target: PoolMap | HostMemory,
+        targets: Sequence[int],
+        block_bytes: int,
+    ) -> CudaPending:
+        """Whole slots, on the stream of that name."""
+        check_alike(sources, targets)
+        check_slots(name, source, sources, block_bytes)
+        check_slots(name, target, targets, block_bytes)
+        with self._streams.submitting(name, [source, target]) as made:
+            stream = self._streams.stream(name)
+            for begin, to, size in find_copies(sources, targets, block_bytes, whole_slots=True):
+                self._driver.call(call, target.address + to, source.address + begin, size, stream)
+        return made[0]
 
     def _move(
         self,
