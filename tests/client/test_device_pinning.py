@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.client.conftest import TOKENS, make_identity, stamped, store
 from tests.client.fake_device import DeviceNode
 from tests.client.test_device_copies import POISON, Pages, store_on
 from tierkv.client import Client, DevicePool, Group, connect
+from tierkv.client.device.pinning import PinnedArena
 from tierkv.core.reasons import Reason
 from tierkv.device.backends import Pending, Pinning, PoolMap
 from tierkv.device.cpu import CpuBackend
@@ -233,3 +235,16 @@ def test_a_client_that_is_closed_meanwhile_ends_its_session_when_the_driver_has_
             thread.join(SECONDS)
     assert driver.calls == ["register", "unregister"]
     assert not client._state._retired
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_arena_whose_registering_broke_is_let_go_of_all_the_same() -> None:
+    class Broken(CpuBackend):
+        def register_host(self, memory: HostMemory) -> Pinning:
+            assert may_end.wait(SECONDS)
+            raise RuntimeError("nobody thought of this")
+
+    may_end, let_go = threading.Event(), threading.Event()
+    PinnedArena(Broken(), np.zeros(4096, np.uint8)).let_go(let_go.set)
+    may_end.set()
+    assert let_go.wait(SECONDS)

@@ -63,21 +63,22 @@ class PinnedArena:
     def _register(self) -> None:
         memory = self._memory
         assert memory is not None
-        why_not = ""
+        is_pinned, why_not = False, ""
         try:
             pinning = self._backend.register_host(memory)
             is_pinned, why_not = pinning.is_pinned, pinning.why_not
         except DeviceError as error:
-            is_pinned, why_not = False, error.problem
+            why_not = error.problem
+        finally:  # whatever it was, or the arena would stay mapped for as long as the process lives
+            del memory  # a view, which would keep the arena mapped
+            with self._lock:
+                self._is_registering, self._is_pinned = False, is_pinned
+                is_over = not self._users
+            if is_over:
+                self._unregister()
+                self._unused()
         if not is_pinned:
             _log.warning("the node's arena is not pinned, so copies between it and a GPU are slower: %s", why_not)
-        del memory  # a view, which would keep the arena mapped
-        with self._lock:
-            self._is_registering, self._is_pinned = False, is_pinned
-            is_over = not self._users
-        if is_over:
-            self._unregister()
-            self._unused()
 
     def _unregister(self) -> None:
         memory, self._memory, self._is_pinned = self._memory, None, False
